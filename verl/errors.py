@@ -1,0 +1,20 @@
+"""Errors that are the user's to mend. Entry points print them as one line and exit with code 2."""
+
+
+class UserError(ValueError):
+    """Bad input: the message names the field or file, the value, and the fix, in one line."""
+
+
+class ConfigError(UserError):
+    """A configuration key or value that cannot work."""
+
+
+class DataError(UserError):
+    """A data file, column or row that cannot be used."""
+
+
+class MissingExtraError(UserError):
+    """An optional dependency is not installed; the message holds the install line."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'verl[{extra}]'")
