@@ -90,3 +90,11 @@ class Trajectory:
 
     def with_reward(self, reward: float, parts: Mapping[str, float] | None = None, failure: str | None = None) -> Trajectory:
         return replace(self, reward=reward, reward_parts=dict(parts or {}), reward_failure=failure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt and its tokens (chat template and generation prompt included): what the data loader yields."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
