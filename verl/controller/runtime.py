@@ -1,0 +1,39 @@
+"""`ResourcePool`, and what a runtime does with it. The runtimes are `local.py` (this process) and, on clusters, Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.controller.dispatch import WorkerLayout
+from verl.controller.worker import Worker, WorkerGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourcePool:
+    """The devices that a set of worker groups lives on. Groups of one pool are colocated: rank i of each shares
+    a process and a device with rank i of the others, and they use it in turn."""
+
+    name: str = "main"
+    num_workers: int = 1
+    device: str = "cpu"
+    """Kind of device each worker gets: cpu or cuda."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A worker class, the keyword arguments of its constructor, and how its ranks share the data."""
+
+    worker_class: type[Worker]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    layout: WorkerLayout | None = None
+    """None: every rank has a share of its own."""
+
+
+class Runtime(Protocol):
+    def spawn(self, pool: ResourcePool, roles: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
+        """Create the workers of all roles on the pool, in order, and return their groups by role."""
+        ...
+
+    def shutdown(self) -> None: ...

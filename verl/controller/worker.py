@@ -1,0 +1,102 @@
+"""`Worker`, `@register` and `WorkerGroup`: the two halves of the hybrid programming model.
+
+The driver holds worker groups and calls their registered methods; each call is split by the method's
+dispatch, run on the ranks by the runtime, and gathered (HybridFlow, Sheng et al. 2024, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from verl.controller.dispatch import Dispatch, WorkerLayout
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__verl_registration__"
+
+
+@dataclass(frozen=True)
+class Registration:
+    dispatch: Dispatch
+    blocking: bool
+
+
+def register(*, dispatch: Dispatch, blocking: bool = True) -> Callable[[F], F]:
+    """Mark a worker method as callable from the driver.
+
+    `dispatch` says how arguments are shared out and results gathered. With `blocking=False` the call
+    returns at once with a `Pending` whose `.result()` waits.
+    """
+
+    def mark(method: F) -> F:
+        setattr(method, _MARK, Registration(dispatch, blocking))
+        return method
+
+    return mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """Where a worker lives."""
+
+    rank: int
+    world_size: int
+    device: str
+    peers: dict[str, Any] = field(default_factory=dict)
+    """Role -> worker of the same rank, in the same process: the groups colocated with this one, in the
+    order of their creation. The hybrid engine is built on it: the rollout worker finds the actor here."""
+
+
+class Worker:
+    """Base of all workers: subclasses take the context first and keep their state to themselves."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+
+class Pending(Protocol):
+    """The result of a non-blocking call."""
+
+    def result(self) -> Any: ...
+
+
+class Executor(Protocol):
+    """What a runtime gives a group: a way to run a method on one rank."""
+
+    def submit(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending: ...
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    parts: Mapping[int, Pending]
+    gather: Callable[[Mapping[int, Any]], Any]
+
+    def result(self) -> Any:
+        return self.gather({rank: part.result() for rank, part in self.parts.items()})
+
+
+class WorkerGroup:
+    """The driver's handle on N ranks of one worker class; registered methods are attributes."""
+
+    def __init__(self, worker_class: type[Worker], layout: WorkerLayout, executor: Executor) -> None:
+        self.worker_class = worker_class
+        self.layout = layout
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.worker_class, name, None)
+        registration: Registration | None = getattr(method, _MARK, None)
+        if registration is None:
+            known = sorted(n for n in dir(self.worker_class) if hasattr(getattr(self.worker_class, n), _MARK))
+            raise AttributeError(f"{self.worker_class.__name__} registers no method {name!r}; it has {', '.join(known)}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            plan = registration.dispatch(self.layout, args, kwargs)
+            parts = {rank: self._executor.submit(rank, name, c.args, c.kwargs) for rank, c in plan.calls.items()}
+            pending = _Gathering(parts, plan.gather)
+            return pending.result() if registration.blocking else pending
+
+        call.__name__ = name
+        call.__doc__ = method.__doc__
+        return call
