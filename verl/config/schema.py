@@ -7,7 +7,7 @@ Spellings of other frameworks are translated in `verl.config.spellings`; nothing
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class ModelConfig:
     """Hugging Face folder, or hub id. Required."""
     tokenizer_path: str | None = None
     """Where the tokenizer is, when not with the model."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype: float32, bfloat16 or auto (bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slower).
     Master weights are float32 in either case."""
     trust_remote_code: bool = False
@@ -65,7 +65,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    adv_estimator: str = "grpo"
+    adv_estimator: Literal["grpo", "gae"] = "grpo"
     """grpo or gae (which is PPO: it trains a critic)."""
     gamma: float = 1.0
     """Discount a token. 1: answers are short episodes with one reward."""
@@ -79,7 +79,7 @@ class AlgorithmConfig:
     """Subtract kl_coef * KL(policy, reference) from the token rewards (PPO's classic form)."""
     kl_coef: float = 0.001
     """Coefficient of the KL in the reward; where the adaptive controller starts."""
-    kl_controller: str = "fixed"
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """fixed or adaptive (Ziegler et al. 2019)."""
     kl_target: float = 0.1
     """Adaptive: KL a sequence, in nats, to hold."""
@@ -87,9 +87,9 @@ class AlgorithmConfig:
     """Adaptive: sequences over which the coefficient adapts."""
     kl_loss_coef: float = 0.0
     """Coefficient of a KL term in the loss (GRPO's beta). 0 needs no reference model, so saves one."""
-    kl_estimator: str = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """k1, k2, k3 or abs; k1 and abs are for the reward only."""
-    old_logprobs: str = "auto"
+    old_logprobs: Literal["auto", "trainer", "generator"] = "auto"
     """Where the ratio's denominator comes from: auto (the policy itself when a step is one update, else trainer),
     trainer (a forward pass before the updates) or generator (what the rollout engine recorded)."""
 
@@ -98,16 +98,20 @@ class AlgorithmConfig:
 class OptimizerConfig:
     lr: float = 1e-6
     """AdamW's peak learning rate."""
-    lr_schedule: str = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """constant, linear or cosine, after warm-up."""
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: float = 0.0
     """Where linear and cosine end, as a share of lr."""
     weight_decay: float = 0.01
+    """AdamW's decoupled weight decay, multiplied by the learning rate."""
     beta1: float = 0.9
+    """Decay of AdamW's mean of gradients, an optimizer step."""
     beta2: float = 0.999
+    """Decay of AdamW's mean of squared gradients, an optimizer step."""
     eps: float = 1e-8
+    """Added to AdamW's denominator."""
     gradient_clip: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     max_tokens_per_micro_batch: int = 16384
@@ -128,7 +132,7 @@ class ActorConfig(OptimizerConfig):
     """Bound of the ratio for negative advantages (Ye et al. 2020); None switches it off."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. Above 0 entropy costs a little time."""
-    loss_aggregation: str = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
     """token-mean, seq-mean-token-mean, seq-mean-token-sum, or seq-mean-token-sum-norm (divided by max_response_length)."""
 
 
@@ -152,16 +156,18 @@ class CriticConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    engine: str = "auto"
+    engine: Literal["auto", "native", "vllm", "sglang", "tgi"] = "auto"
     """auto, native, vllm, sglang or tgi."""
     n: int = 8
     """Samples a prompt."""
     temperature: float = 1.0
     """Of training rollouts. The trainer's log-probs use the same one."""
     top_p: float = 1.0
+    """Sample from the fewest tokens that hold this probability; 1: off. Truncating training rollouts biases the ratios."""
     top_k: int = -1
-    """-1: off."""
+    """Sample from this many most likely tokens; -1: off."""
     min_p: float = 0.0
+    """Leave out tokens below this share of the most likely one's probability; 0: off."""
     max_num_seqs: int = 256
     """Sequences decoded at once."""
     max_model_len: int | None = None
@@ -175,21 +181,24 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer."""
     stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end an answer, besides the tokenizer's end of sequence."""
     ignore_eos: bool = False
+    """Go on after an end of sequence, up to max_response_length (for benchmarks)."""
     min_tokens: int = 0
     """No end of sequence before this many tokens."""
     seed: int | None = None
-    """None takes training.seed."""
+    """Of sampling; None takes training.seed."""
     val_n: int = 1
     """Samples a held-out prompt."""
     val_temperature: float = 0.0
     """0: greedy, so validation repeats exactly."""
     val_top_p: float = 1.0
+    """top_p of validation; it counts only with val_temperature above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    type: str = "accuracy"
+    type: Literal["accuracy", "custom"] = "accuracy"
     """accuracy, or `custom` (with `function`)."""
     function: str | None = None
     """`package.module:name` or `path/to/file.py:name`, called as
@@ -200,7 +209,7 @@ class RewardConfig:
     """Multiplies every reward."""
     format_score: float = 0.0
     """accuracy: reward of a well-formed wrong answer."""
-    answer_format: str = "flexible"
+    answer_format: Literal["strict", "flexible"] = "flexible"
     """accuracy: strict (`#### N` or \\boxed{}) or flexible (these first, else the last number)."""
     workers: int = 0
     """Scoring processes. 0: as many as cores, 4 at most. Built-in rewards that cannot hang run in the driver."""
@@ -219,6 +228,7 @@ class ToolsConfig:
 @dataclass(frozen=True, kw_only=True)
 class MultiTurnConfig:
     enable: bool = False
+    """Let the model, its tools and a user take turns in one episode."""
     max_turns: int = 8
     """Assistant turns at most."""
     context_window_size: int | None = None
@@ -235,9 +245,9 @@ class TrainingConfig:
     """Passes over the data; total_steps ends earlier."""
     seed: int = 0
     """Of everything that is random."""
-    runtime: str = "local"
+    runtime: Literal["local", "ray"] = "local"
     """local (all in this process) or ray."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda."""
     output_dir: str | None = None
     """Folder of the run: config, metrics, plots, checkpoints. None: runs/{tracking.experiment}."""
@@ -248,6 +258,7 @@ class TrainingConfig:
     eval_interval: int | None = None
     """Steps between validations. None: at the start and at the end; 0: never."""
     eval_before_training: bool = True
+    """Validate once before the first step, so that the curve has its start."""
     resume: str = "auto"
     """auto (go on from output_dir's last checkpoint, if any), never, or a checkpoint folder."""
     last_link: str | None = "checkpoints/last"
@@ -259,12 +270,15 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_model_parallel_size: int = 1
+    """Devices that share each layer."""
     pipeline_model_parallel_size: int = 1
+    """Devices that the layers are spread over."""
     data_parallel_size: int | None = None
-    """None: what the devices leave."""
+    """Replicas that share a batch. None: what the devices leave."""
     nnodes: int = 1
+    """Machines."""
     n_gpus_per_node: int | None = None
-    """None: all present."""
+    """GPUs used on each machine. None: all present."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,9 +296,10 @@ class MemoryConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
     project: str = "verl"
+    """Name under which trackers group runs."""
     experiment: str | None = None
     """Name of the run. None: {algorithm}-{model name}."""
-    backends: list[str] = field(default_factory=lambda: ["console"])
+    backends: list[Literal["console", "tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["console"])
     """console, tensorboard, wandb, mlflow. JSONL and CSV are always written."""
     log_samples: int = 2
     """Trajectories of each step written to samples.jsonl with their rewards."""
