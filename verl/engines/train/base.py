@@ -39,7 +39,10 @@ class Loss(Protocol):
     """A sum and a count. The engine divides the sum by the *global* count once, so that micro-batching,
     packing and data parallelism cannot change the gradient."""
 
-    needs_entropy: bool
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `ModelOutputs.entropy` has to be computed, with gradient."""
+        ...
 
     def count(self, batch: TokenBatch) -> float:
         """What the sum is divided by, over a whole mini-batch: depends on masks alone, never on outputs."""
