@@ -1,0 +1,132 @@
+"""Log-probability and entropy of tokens, fused with the output projection, without a [tokens, vocab] tensor.
+
+Rows go through the projection in chunks of bounded size. The backward pass computes a chunk's logits again,
+unless all rows fit in one chunk: then its log-softmax is kept, since recomputing it would peak at as much memory.
+
+Softmax arithmetic is float32 whatever the compute dtype: half-precision operands are multiplied with float32
+accumulation *and* float32 results (rounding logits of size 20 to bfloat16 would cost 0.06 nats a token).
+
+Alignment: `logprobs[t]` speaks of token t given the tokens before it, so it comes from `hidden[t - 1]`.
+
+Shapes: T tokens of the packed row, N scored rows, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
+"""Logits a chunk, by device type: 64 MiB and 512 MiB in float32."""
+
+
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with float32 accumulation and result, for half-precision [n, k] and [k, m]; exact dtype otherwise."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(logits / temperature [n, V], d capped / d raw [n, V] or None). The cap (Gemma 2) comes before the temperature."""
+    logits = matmul_fp32(hidden, weight.t())
+    slope = None
+    if softcap is not None:
+        squashed = torch.tanh(logits / softcap)
+        slope = 1 - squashed.square()
+        logits = squashed * softcap
+    return logits if temperature == 1 else logits.div_(temperature), slope
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, rows, temperature, softcap, with_entropy, chunk_rows):
+        ctx.set_materialize_grads(False)
+        num_rows = rows.numel()
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
+        entropy = torch.zeros_like(logprobs) if with_entropy else None
+        kept = None
+        for part in _chunks(rows, chunk_rows):
+            logits, _ = _scaled_logits(hidden.index_select(0, part - 1), weight, temperature, softcap)
+            log_softmax = logits.log_softmax(-1)
+            del logits
+            logprobs[part] = log_softmax.gather(1, targets[part, None])[:, 0]
+            if entropy is not None:
+                entropy[part] = -(log_softmax.exp() * log_softmax).sum(-1)
+            if num_rows <= chunk_rows and softcap is None and any(ctx.needs_input_grad):
+                kept = log_softmax
+        ctx.save_for_backward(hidden, weight, targets, rows, entropy, kept)
+        ctx.settings = temperature, softcap, chunk_rows
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, rows, entropy, kept = ctx.saved_tensors
+        temperature, softcap, chunk_rows = ctx.settings
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros(hidden.shape[0], device=hidden.device, dtype=grad_entropy.dtype)
+        for part in _chunks(rows, chunk_rows):
+            part_hidden = hidden.index_select(0, part - 1)
+            slope = None
+            if kept is None:
+                logits, slope = _scaled_logits(part_hidden, weight, temperature, softcap)
+                log_softmax = logits.log_softmax(-1)
+                del logits
+            else:
+                log_softmax = kept
+            g = grad_logprobs[part, None]
+            # d logp_y / d z_j = [j = y] - p_j, and d H / d z_j = -p_j (log p_j + H).
+            if grad_entropy is None:
+                grad = log_softmax.exp().mul_(-g)
+            else:
+                grad = (log_softmax + entropy[part, None]).mul_(grad_entropy[part, None]).add_(g).mul_(log_softmax.exp()).neg_()
+            grad.scatter_add_(1, targets[part, None], g)
+            if temperature != 1:
+                grad.div_(temperature)
+            if slope is not None:
+                grad.mul_(slope)
+            grad = grad.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden.index_copy_(0, part - 1, grad @ weight)
+            if need_weight:
+                product = matmul_fp32(grad.t(), part_hidden)
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        if need_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
+    for start in range(0, rows.numel(), size):
+        yield rows[start : start + size]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    input_ids: Tensor,
+    rows: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    chunk_elements: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [T] of the tokens at `rows`, and the entropies [T] (nats) of the distributions they came from.
+
+    hidden [T, D]: last hidden states; weight [V, D]: output embedding; input_ids [T]; rows int64 [N]: distinct
+    positions to score, none the first of its sequence. All other positions are 0 in the results.
+    `temperature` divides the logits; `softcap` is Gemma 2's final logit cap. Gradients flow to hidden and weight
+    from both results. `chunk_elements` bounds the logits alive at once (default by device).
+    """
+    limit = chunk_elements or _CHUNK_ELEMENTS[hidden.device.type]
+    chunk_rows = max(1, limit // weight.shape[0])
+    return _TokenLogProbs.apply(hidden, weight, input_ids, rows, temperature, softcap, entropy, chunk_rows)

@@ -1,0 +1,135 @@
+"""AdamW on float32 master weights, the learning-rate schedule, clipping, and the guard against non-finite gradients.
+
+A float32 parameter is its own master. A half-precision one gets a float32 master that holds what rounding would
+lose (an update of 1e-6 on a weight of 1 vanishes in bfloat16, whose spacing there is 0.008), and its gradients
+of all micro-batches are added up in float32 as each backward pass produces them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from verl.config.schema import OptimizerConfig
+from verl.errors import ConfigError
+from verl.observe.metrics import Last, Metrics, Sum
+
+_SCHEDULES = ("constant", "linear", "cosine")
+
+
+def lr_at(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
+    """Learning rate of optimizer step `step` (from 0).
+
+    Warm-up is linear and ends at step `lr_warmup_steps - 1` with the full rate, so that the first step already
+    learns. After it: constant, or from lr down to min_lr_ratio * lr at step `total_steps`, in a straight line
+    or along half a cosine (Loshchilov & Hutter 2017, eq. 5, without restarts); from there on the minimum.
+    """
+    warmup = config.lr_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_schedule == "constant" or total_steps is None:
+        return config.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    share = 1 - progress if config.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+class MasterAdamW:
+    """Decoupled weight decay Adam (Loshchilov & Hutter 2019) on the parameters of one module.
+
+    Weight decay acts on matrices alone (embeddings included): norms and biases, which are vectors, have none.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, *, total_steps: int | None, compute_dtype: torch.dtype
+    ) -> None:
+        """`parameters`: float32, by name; each is put in `compute_dtype` in place, its float32 storage becoming the master."""
+        if config.lr_schedule not in _SCHEDULES:
+            raise ConfigError(f"lr_schedule={config.lr_schedule!r}: use one of {', '.join(_SCHEDULES)}")
+        if config.lr_schedule != "constant" and total_steps is None:
+            raise ConfigError(f"lr_schedule={config.lr_schedule!r} needs the number of steps: set training.total_steps or use constant")
+        self.config = config
+        self.total_steps = total_steps
+        self.num_steps = 0
+        """Optimizer steps so far, skipped ones included: the position in the schedule."""
+        self._parameters = dict(parameters)
+        self.masters: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            if compute_dtype == torch.float32:
+                self.masters[name] = parameter
+                continue
+            master = nn.Parameter(parameter.data)
+            parameter.data = parameter.data.to(compute_dtype)
+            parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+            self.masters[name] = master
+        decayed = [m for m in self.masters.values() if m.ndim >= 2]
+        others = [m for m in self.masters.values() if m.ndim < 2]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def step(self) -> Metrics:
+        """Clip to the global norm, update, publish the masters to the module, drop the gradients.
+
+        With a non-finite gradient nothing is updated; the step is counted in `skipped_steps` and the schedule
+        moves on, as the training step has passed. `grad_norm` is the norm before clipping.
+        """
+        lr = lr_at(self.num_steps, self.config, self.total_steps)
+        self.num_steps += 1
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        finite = math.isfinite(norm)
+        if finite:
+            if 0 < self.config.gradient_clip < norm:
+                torch._foreach_mul_(gradients, self.config.gradient_clip / norm)
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            self._adam.step()
+            self.publish()
+        self._adam.zero_grad(set_to_none=True)
+        metrics: Metrics = {"lr": Last(lr), "skipped_steps": Sum(0.0 if finite else 1.0)}
+        if finite:
+            metrics["grad_norm"] = Last(norm)
+        return metrics
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the module's parameters, in place: whoever shares them sees the new weights."""
+        pairs = [(p, self.masters[n]) for n, p in self._parameters.items() if p is not self.masters[n]]
+        if pairs:
+            torch._foreach_copy_([p.data for p, _ in pairs], [m.data for _, m in pairs])
+
+    def state(self) -> dict[str, Tensor]:
+        """Adam's moments and step counts as flat tensors: `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`."""
+        return {
+            f"{kind}.{name}": tensor for name, master in self.masters.items() for kind, tensor in self._adam.state[master].items()
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `state` gave; parameters that were never stepped have no entries."""
+        self._adam.state.clear()
+        for key, tensor in tensors.items():
+            kind, name = key.split(".", 1)
+            master = self.masters[name]
+            self._adam.state[master][kind] = tensor.to(master.device)
+
+
+def _move_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
+    # Runs as soon as the parameter's gradient is complete, so at most one half-precision gradient is alive.
+    gradient = parameter.grad
+    parameter.grad = None
+    if gradient is None:
+        return
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad.add_(gradient)
