@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,8 +75,11 @@ class TokenBatch:
     def __init__(self, cu_seqlens: Tensor, **columns: Tensor) -> None:
         """`cu_seqlens`: int64 [S + 1], from 0 to T, strictly rising. `columns`: by declared name, [T, ...] or [S, ...]."""
         cu_seqlens = torch.as_tensor(cu_seqlens, dtype=torch.int64)
-        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() <= 0).any()):
-            raise ValueError(f"cu_seqlens must start at 0 and rise strictly, got {cu_seqlens.tolist()}")
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or int(cu_seqlens[0]) != 0:
+            raise ValueError(f"cu_seqlens must be [S + 1] and start at 0, got shape {tuple(cu_seqlens.shape)}")
+        if bool((cu_seqlens.diff() <= 0).any()):
+            empty = int((cu_seqlens.diff() <= 0).nonzero()[0])
+            raise ValueError(f"cu_seqlens must rise strictly; sequence {empty} has {int(cu_seqlens.diff()[empty])} tokens")
         object.__setattr__(self, "cu_seqlens", cu_seqlens)
         object.__setattr__(self, "_columns", {name: self._checked(name, value) for name, value in columns.items()})
         if "input_ids" not in self._columns:
@@ -93,6 +97,9 @@ class TokenBatch:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"TokenBatch is immutable; use batch.with_columns({name}=...)")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"TokenBatch is immutable; {name} cannot be deleted")
 
     def __getattr__(self, name: str) -> Tensor:
         # Only reached when normal lookup fails, i.e. for columns.
@@ -151,13 +158,20 @@ class TokenBatch:
         return TokenBatch(self.cu_seqlens, **{**self._columns, **columns})
 
     def select(self, indices: Sequence[int] | Tensor) -> TokenBatch:
-        """The sequences at `indices`, in that order (a permutation reorders, a subset filters, repeats repeat)."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        """The sequences at `indices`, in that order (a permutation reorders, a subset filters, repeats repeat).
+
+        A bool tensor [S] keeps the sequences where it is True.
+        """
+        index = torch.as_tensor(indices, device=self.cu_seqlens.device)
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.to(torch.int64)
         lengths = self.lengths[index]
-        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        cu = _offsets(lengths)
         # Token t of the new batch is token (t - start of its new sequence) of the old sequence.
-        tokens = torch.arange(int(cu[-1])) + (self.cu_seqlens[:-1][index] - cu[:-1]).repeat_interleave(lengths)
-        return TokenBatch(cu, **{n: v[tokens] if COLUMNS[n].level == "token" else v[index] for n, v in self._columns.items()})
+        shift = (self.cu_seqlens[:-1][index] - cu[:-1]).repeat_interleave(lengths)
+        tokens = torch.arange(int(cu[-1]), device=cu.device) + shift
+        return TokenBatch(
+            cu, **{n: v.index_select(0, tokens) if COLUMNS[n].level == "token" else v[index] for n, v in self._columns.items()}
+        )
 
     @staticmethod
     def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -168,8 +182,7 @@ class TokenBatch:
         for batch in batches[1:]:
             if set(batch.column_names) != names:
                 raise ValueError(f"columns differ: {sorted(names ^ set(batch.column_names))}")
-        lengths = torch.cat([b.lengths for b in batches])
-        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        cu = _offsets(torch.cat([b.lengths for b in batches]))
         return TokenBatch(cu, **{n: torch.cat([b._columns[n] for b in batches]) for n in batches[0].column_names})
 
     def split_indices(self, num_parts: int) -> list[list[int]]:
@@ -186,17 +199,22 @@ class TokenBatch:
             yield indices, self.select(indices)
 
     def scatter_tokens(self, parts: Sequence[tuple[Sequence[int], Tensor]], dtype: torch.dtype = torch.float32) -> Tensor:
-        """[T] put token-level results of sub-batches, given as (sequence indices, values), back in this batch's order."""
+        """[T] put token-level results of sub-batches, given as (sequence indices, values), back in this batch's order.
+
+        The result is on the CPU; tokens of sequences that no part names are 0.
+        """
         out = torch.zeros(self.num_tokens, dtype=dtype)
         cu = self.cu_seqlens.tolist()
         for indices, values in parts:
+            expected = sum(cu[i + 1] - cu[i] for i in indices)
+            if values.ndim != 1 or values.shape[0] != expected:
+                raise ValueError(f"got values of shape {tuple(values.shape)} for {expected} tokens of {len(indices)} sequences")
+            values = values.detach().to("cpu", dtype)
             start = 0
             for i in indices:
                 n = cu[i + 1] - cu[i]
-                out[cu[i] : cu[i + 1]] = values[start : start + n].to(dtype)
+                out[cu[i] : cu[i + 1]] = values[start : start + n]
                 start += n
-            if start != values.shape[0]:
-                raise ValueError(f"got {values.shape[0]} values for {start} tokens")
         return out
 
     def to(self, device: torch.device | str) -> TokenBatch:
@@ -204,9 +222,10 @@ class TokenBatch:
 
     def save(self, path: str | Path) -> None:
         """Write all columns to one safetensors file."""
-        from safetensors.torch import save_file
+        # As arrays: columns may share memory (old_logprobs that are the generator's own), which save_file of tensors refuses.
+        from safetensors.numpy import save_file
 
-        save_file({"cu_seqlens": self.cu_seqlens, **{n: v.contiguous() for n, v in self._columns.items()}}, str(path))
+        save_file({"cu_seqlens": self.cu_seqlens.cpu().numpy(), **self._arrays()}, str(path))
 
     @staticmethod
     def load(path: str | Path) -> TokenBatch:
@@ -217,35 +236,40 @@ class TokenBatch:
 
     def __reduce__(self) -> tuple:
         # NumPy arrays pickle out of band (protocol 5), so an object store can carry them without a copy.
-        arrays = {name: value.cpu().numpy() for name, value in self._columns.items()}
-        return _from_arrays, (self.cu_seqlens.cpu().numpy(), arrays)
+        return _from_arrays, (self.cu_seqlens.cpu().numpy(), self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: np.ascontiguousarray(value.cpu().numpy()) for name, value in self._columns.items()}
 
     @staticmethod
     def from_trajectories(trajectories: Sequence[Trajectory]) -> TokenBatch:
         """Flatten trajectories; `sequence_ids` is their order here. Rewards are a column when all have one."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        cu = [0]
-        for t in trajectories:
-            n = len(t.prompt_ids)
-            ids += t.prompt_ids
-            mask += [False] * n
-            logprobs += [0.0] * n
-            versions += [-1] * n
-            for s in t.segments:
-                n = len(s.token_ids)
-                ids += s.token_ids
-                mask += [s.is_model] * n
-                logprobs += s.logprobs if s.is_model else [0.0] * n
-                versions += s.policy_versions if s.is_model else [-1] * n
-            cu.append(len(ids))
+        cu = np.zeros(len(trajectories) + 1, dtype=np.int64)
+        np.cumsum([len(t.prompt_ids) + t.response_length for t in trajectories], out=cu[1:])
+        ids = np.empty(cu[-1], dtype=np.int64)
+        mask = np.zeros(cu[-1], dtype=np.bool_)
+        logprobs = np.zeros(cu[-1], dtype=np.float32)
+        versions = np.full(cu[-1], -1, dtype=np.int32)
+        for t, start in zip(trajectories, cu.tolist()[:-1], strict=True):
+            end = start + len(t.prompt_ids)
+            ids[start:end] = _array(t.prompt_ids, np.int64)
+            for segment in t.segments:
+                start, end = end, end + len(segment.token_ids)
+                ids[start:end] = _array(segment.token_ids, np.int64)
+                if segment.is_model:
+                    mask[start:end] = True
+                    if not len(segment.logprobs) == len(segment.policy_versions) == end - start:
+                        raise ValueError(
+                            f"{t.prompt.uid}: a model segment of {end - start} tokens has {len(segment.logprobs)} log-probs "
+                            f"and {len(segment.policy_versions)} versions"
+                        )
+                    logprobs[start:end] = _array(segment.logprobs, np.float32)
+                    versions[start:end] = _versions(segment.policy_versions)
         columns: dict[str, Tensor] = {
-            "input_ids": torch.tensor(ids, dtype=torch.int64),
-            "loss_mask": torch.tensor(mask, dtype=torch.bool),
-            "generator_logprobs": torch.tensor(logprobs, dtype=torch.float32),
-            "policy_versions": torch.tensor(versions, dtype=torch.int32),
+            "input_ids": torch.from_numpy(ids),
+            "loss_mask": torch.from_numpy(mask),
+            "generator_logprobs": torch.from_numpy(logprobs),
+            "policy_versions": torch.from_numpy(versions),
             "sequence_ids": torch.arange(len(trajectories)),
             "group_ids": torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
             "truncated": torch.tensor([t.finish_reason == "length" for t in trajectories], dtype=torch.bool),
@@ -253,10 +277,29 @@ class TokenBatch:
         rewards = [t.reward for t in trajectories]
         if all(r is not None for r in rewards):
             columns["rewards"] = torch.tensor(rewards, dtype=torch.float32)
-        return TokenBatch(torch.tensor(cu), **columns)
+        return TokenBatch(torch.from_numpy(cu), **columns)
 
 
-def _from_arrays(cu_seqlens, columns) -> TokenBatch:
+def _offsets(lengths: Tensor) -> Tensor:
+    """[S] lengths -> [S + 1] starts, the total at the end."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _array(values: Sequence, dtype: type[np.generic]) -> np.ndarray:
+    # fromiter is three times as fast as torch.tensor for a list; arrays and tensors pass without a copy.
+    if isinstance(values, list | tuple):
+        return np.fromiter(values, dtype, len(values))
+    return np.asarray(values, dtype)
+
+
+def _versions(values: Sequence[int]) -> np.ndarray | int:
+    # Nearly always one version made the whole segment, and counting a list is far cheaper than converting it.
+    if isinstance(values, list | tuple) and values and values.count(values[0]) == len(values):
+        return values[0]
+    return _array(values, np.int32)
+
+
+def _from_arrays(cu_seqlens: np.ndarray, columns: dict[str, np.ndarray]) -> TokenBatch:
     # Arrays out of a shared object store are read-only; batches are immutable, so the warning about it is moot.
     import warnings
 
