@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,131 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """What a logged number means. `healthy` says what a run that goes well shows; empty where no range is meant."""
+
+    unit: str
+    meaning: str
+    healthy: str = ""
+
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "episode_reward": ("reward/mean",),
+    "kl_divergence": ("actor/ref_kl", "actor/approx_kl"),
+    "response_length": ("response_length/mean",),
+}
+"""Short CSV columns, each with the metrics it is taken from: the first that a step has. The KL is to the reference
+model where there is one, else between the policy before and after the step's updates."""
+
+
+METRICS: dict[str, MetricInfo] = {
+    # Rewards and advantages
+    "reward/mean": MetricInfo("reward", "mean reward of the step's trajectories", "rises"),
+    "reward/std": MetricInfo("reward", "standard deviation of the rewards", "above 0, else there is nothing to learn"),
+    "reward/min": MetricInfo("reward", "smallest reward of the step"),
+    "reward/max": MetricInfo("reward", "largest reward of the step"),
+    "reward/zero_std_groups": MetricInfo("share", "groups whose samples all got the same reward: no gradient", "< 0.8"),
+    "reward/failures": MetricInfo("calls", "reward calls that raised, timed out or gave no number", "0"),
+    "reward/timeouts": MetricInfo("calls", "reward calls killed at their deadline", "0"),
+    "reward/kl_penalty": MetricInfo("reward", "mean KL penalty taken from a trajectory's reward", "small beside reward/std"),
+    "reward/kl_coef": MetricInfo("-", "coefficient of the KL in the reward"),
+    "reward/*": MetricInfo("reward", "mean of one part of the reward, by its name"),
+    "advantages/mean": MetricInfo("-", "mean advantage of trained tokens", "near 0"),
+    "advantages/max": MetricInfo("-", "largest advantage", "< 10"),
+    "advantages/min": MetricInfo("-", "smallest advantage", "> -10"),
+    "advantages/std": MetricInfo("-", "standard deviation of the advantages of trained tokens"),
+    "returns/*": MetricInfo("reward", "mean, max or min target of the value function"),
+    # Policy
+    "actor/pg_loss": MetricInfo("-", "clipped policy-gradient loss", "near 0; its trend says little"),
+    "actor/loss": MetricInfo("-", "the policy's whole loss, KL and entropy terms included"),
+    "actor/ratio_mean": MetricInfo("ratio", "mean of new over old probability of trained tokens", "0.95 to 1.05"),
+    "actor/ratio_max": MetricInfo("ratio", "largest ratio of new to old probability", "< 10"),
+    "actor/ratio_min": MetricInfo("ratio", "smallest ratio of new to old probability", "> 0.1"),
+    "actor/clip_fraction": MetricInfo("share", "trained tokens whose ratio was clipped", "< 0.2"),
+    "actor/clip_fraction_low": MetricInfo("share", "trained tokens clipped from below", "< 0.1"),
+    "actor/clip_fraction_high": MetricInfo("share", "trained tokens clipped from above", "< 0.1"),
+    "actor/dual_clip_fraction": MetricInfo("share", "trained tokens held by the dual clip", "< 0.01"),
+    "actor/approx_kl": MetricInfo("nats/token", "KL (k3) from the policy before the step's updates to the one after", "< 0.02"),
+    "actor/ref_kl": MetricInfo("nats/token", "KL from the policy to the reference model", "< 0.1; slow growth"),
+    "actor/kl_loss": MetricInfo("nats/token", "KL term of the loss, before its coefficient", "< 0.1; slow growth"),
+    "actor/kl_coef": MetricInfo("-", "coefficient of the KL term"),
+    "actor/entropy": MetricInfo("nats/token", "entropy of the sampling distribution at trained tokens", "falls slowly, not to 0"),
+    "actor/grad_norm": MetricInfo("-", "global gradient norm before clipping", "steady; spikes < 10 times the median"),
+    "actor/lr": MetricInfo("1/step", "learning rate"),
+    "actor/skipped_steps": MetricInfo("steps", "optimizer steps skipped because a gradient was not finite", "0"),
+    "actor/update_steps": MetricInfo("steps", "optimizer steps of the policy in this step"),
+    # Critic
+    "critic/vf_loss": MetricInfo("reward^2", "clipped value loss", "falls, then steady"),
+    "critic/clip_fraction": MetricInfo("share", "values held by value clipping", "< 0.2"),
+    "critic/explained_variance": MetricInfo("share", "variance of the returns that the critic explains", "rises towards 1"),
+    "critic/values/*": MetricInfo("reward", "mean, max or min predicted value"),
+    "critic/*_mean": MetricInfo("reward", "mean over trained tokens of a quantity of the critic, by its name"),
+    "critic/grad_norm": MetricInfo("-", "critic's global gradient norm before clipping", "steady"),
+    "critic/lr": MetricInfo("1/step", "critic's learning rate"),
+    "critic/skipped_steps": MetricInfo("steps", "critic steps skipped because a gradient was not finite", "0"),
+    # Text
+    "response_length/mean": MetricInfo("tokens", "mean length of a response", "steady or slow growth"),
+    "response_length/max": MetricInfo("tokens", "longest response"),
+    "response_length/min": MetricInfo("tokens", "shortest response", "> 1"),
+    "response_length/truncated": MetricInfo("share", "responses that ran into the length limit", "< 0.1"),
+    "prompt_length/*": MetricInfo("tokens", "mean, max or min length of a prompt"),
+    # Rollout
+    "rollout/mismatch_kl": MetricInfo("nats/token", "KL (k3) of trainer to generator log-probs of the same weights", "< 0.001"),
+    "rollout/mismatch_mean_abs": MetricInfo("nats/token", "mean |trainer - generator| log-prob", "< 0.005 in bf16"),
+    "rollout/mismatch_max_abs": MetricInfo("nats/token", "largest |trainer - generator| log-prob", "< 0.5 in bf16"),
+    "rollout/policy_lag": MetricInfo("versions", "age of the weights that made the tokens", "0 when synchronous"),
+    "rollout/policy_version": MetricInfo("versions", "version of the weights that generated"),
+    "rollout/preemptions": MetricInfo("sequences", "sequences computed again for lack of cache blocks", "0"),
+    "rollout/num_turns": MetricInfo("turns", "mean assistant turns of an episode"),
+    # Progress and speed
+    "training/epoch": MetricInfo("epochs", "passes over the data so far"),
+    "training/prompts": MetricInfo("prompts", "prompts of the step"),
+    "training/trajectories": MetricInfo("trajectories", "trajectories of the step"),
+    "perf/tokens_per_s": MetricInfo("tokens/s", "prompt and response tokens of the step over its time", "steady"),
+    "perf/rollout_tokens_per_s": MetricInfo("tokens/s", "response tokens over generation time", "steady"),
+    "perf/train_tokens_per_s": MetricInfo("tokens/s", "tokens through the update over update time", "steady"),
+    "perf/total_tokens": MetricInfo("tokens", "prompt and response tokens of the step"),
+    "perf/cpu_memory_gib": MetricInfo("GiB", "resident memory of this process", "flat"),
+    "perf/gpu_memory_gib": MetricInfo("GiB", "peak GPU memory allocated in the step", "flat"),
+    "perf/mfu": MetricInfo("share", "model FLOPs over the device's peak", "steady"),
+    "timing_s/step": MetricInfo("s", "the whole step", "steady"),
+    "timing_s/*": MetricInfo("s", "one stage of the step, by its name"),
+    # Held-out data
+    "val/accuracy": MetricInfo("share", "held-out answers that are right", "rises"),
+    "val/reward": MetricInfo("reward", "mean reward of held-out answers", "rises with reward/mean"),
+    "val/loss": MetricInfo("nats/token", "negative log-likelihood of held-out answers", "falls"),
+    "val/response_length": MetricInfo("tokens", "mean length of a held-out answer"),
+    "val/truncated": MetricInfo("share", "held-out answers that ran into the length limit", "< 0.1"),
+    "val/*": MetricInfo("-", "a measure of held-out answers, by its name (per data source where there are several)"),
+    # Supervised fine-tuning
+    "sft/loss": MetricInfo("nats/token", "negative log-likelihood of the trained tokens", "falls"),
+    "sft/accuracy": MetricInfo("share", "trained tokens that are the model's first choice", "rises"),
+    "sft/grad_norm": MetricInfo("-", "global gradient norm before clipping", "steady"),
+    "sft/lr": MetricInfo("1/step", "learning rate"),
+    "sft/skipped_steps": MetricInfo("steps", "optimizer steps skipped because a gradient was not finite", "0"),
+    "sft/epoch": MetricInfo("epochs", "passes over the data so far"),
+}
+"""Every name that the code may log. `*` stands for the rest of a name; an exact entry wins over a pattern."""
+
+
+def metric_info(name: str) -> MetricInfo | None:
+    """The table's entry for a logged name or a CSV alias; None when the name is unknown."""
+    if name in ALIASES:
+        return METRICS[ALIASES[name][0]]
+    if name in METRICS:
+        return METRICS[name]
+    return next((info for pattern, info in METRICS.items() if "*" in pattern and fnmatchcase(name, pattern)), None)
+
+
+def unknown_metrics(names: Iterable[str]) -> list[str]:
+    """Names that the table lacks: tests of a training step assert that there are none."""
+    return sorted(name for name in names if metric_info(name) is None)
+
+
+def alias_values(values: Mapping[str, float]) -> dict[str, float]:
+    """The guide's columns (`episode_reward`, `kl_divergence`, `response_length`) that these values can fill."""
+    found = {alias: next((values[name] for name in names if name in values), None) for alias, names in ALIASES.items()}
+    return {alias: value for alias, value in found.items() if value is not None}
