@@ -43,7 +43,7 @@ class PolicyLoss:
     and, as in the paper and upstream, no ratio corrects for it. `kl_estimator` k3 is the paper's; see
     `verl.algorithms.kl` for what k2 and k3 descend.
 
-    Columns read: loss_mask, advantages; old_logprobs if there; ref_logprobs if kl_coef > 0.
+    Columns read: loss_mask, advantages; old_logprobs and ref_logprobs if there (the latter must be if kl_coef > 0).
     """
 
     clip_low: float = 0.2
@@ -115,10 +115,13 @@ class PolicyLoss:
             sums["actor/entropy"] = entropy_T.sum()
             if self.entropy_coef:
                 total = total - self.entropy_coef * (weights_T * entropy_T).sum()
-        if self.kl_coef:
+        if "ref_logprobs" in batch:
+            # Without a term in the loss (KL in the reward) it is reported all the same.
             kl_T = kl_estimate(logprobs_T, torch.where(mask_T, batch.ref_logprobs, 0.0), self.kl_estimator)
-            terms["actor/kl_loss"] = (weights_T * kl_T).sum()
-            total = total + self.kl_coef * terms["actor/kl_loss"]
+            sums["actor/ref_kl"] = kl_T.sum()
+            if self.kl_coef:
+                terms["actor/kl_loss"] = (weights_T * kl_T).sum()
+                total = total + self.kl_coef * terms["actor/kl_loss"]
         terms["actor/loss"] = total
         extremes = (torch.where(mask_T, ratio_T, -torch.inf).max(), torch.where(mask_T, ratio_T, torch.inf).min())
         metrics = _read(terms, count, sums, mask_T.sum(), extremes)
@@ -179,7 +182,7 @@ class ValueLoss:
         mask_T = batch.loss_mask
         values_T = torch.where(mask_T, outputs.values, 0.0)
         errors_T = (values_T - batch.returns).square()
-        sums = {"critic/value_mean": values_T.sum()}
+        sums: dict[str, Tensor] = {}
         if self.value_clip is not None:
             old_T = batch.values
             clipped_T = values_T.clamp(old_T - self.value_clip, old_T + self.value_clip)
@@ -213,9 +216,9 @@ class SFTLoss:
         return float(aggregation_weights(batch, self.aggregation, self.norm_length)[1])
 
     def __call__(self, batch: TokenBatch, outputs: ModelOutputs) -> LossResult:
-        """`outputs.logprobs` [T] with gradient. `sft/nll` is the token mean in nats whatever the aggregation."""
+        """`outputs.logprobs` [T] with gradient."""
         assert outputs.logprobs is not None
         weights_T, count = aggregation_weights(batch, self.aggregation, self.norm_length)
         nll_T = -torch.where(batch.loss_mask, outputs.logprobs, 0.0)
         total = (weights_T * nll_T).sum()
-        return LossResult(total=total, metrics=_read({"sft/loss": total}, count, {"sft/nll": nll_T.sum()}, batch.loss_mask.sum()))
+        return LossResult(total=total, metrics=_read({"sft/loss": total}, count, {}, batch.loss_mask.sum()))

@@ -20,7 +20,6 @@ def build_algorithm(config: Config) -> Algorithm:
     Raises ConfigError for values that cannot work, one line with the fix.
     """
     settings, actor, critic = config.algorithm, config.actor, config.critic
-    # A Literal in Algorithm, a str in the configuration: checked where each is used, or here.
     if settings.adv_estimator not in ("grpo", "gae"):
         raise ConfigError(f"algorithm.adv_estimator={settings.adv_estimator!r} is unknown; use grpo or gae")
     with_critic = settings.adv_estimator == "gae"
@@ -34,7 +33,7 @@ def build_algorithm(config: Config) -> Algorithm:
     controller = None
     if settings.kl_in_reward:
         controller = KLController(
-            kind=settings.kl_controller,  # type: ignore[arg-type]
+            kind=settings.kl_controller,
             coef=settings.kl_coef,
             target=settings.kl_target,
             horizon=settings.kl_horizon,
@@ -53,15 +52,15 @@ def build_algorithm(config: Config) -> Algorithm:
             dual_clip=actor.dual_clip,
             entropy_coef=actor.entropy_coef,
             kl_coef=settings.kl_loss_coef,
-            kl_estimator=settings.kl_estimator,  # type: ignore[arg-type]
-            aggregation=actor.loss_aggregation,  # type: ignore[arg-type]
+            kl_estimator=settings.kl_estimator,
+            aggregation=actor.loss_aggregation,
             norm_length=config.data.max_response_length,
         ),
         value_loss=ValueLoss(value_clip=critic.value_clip, coef=critic.loss_coef) if with_critic else None,
         actor_updates=actor_updates,
         critic_updates=critic_updates,
         kl_controller=controller,
-        kl_estimator=settings.kl_estimator,  # type: ignore[arg-type]
+        kl_estimator=settings.kl_estimator,
         old_logprobs=_old_logprobs_source(config, actor_updates),
     )
 

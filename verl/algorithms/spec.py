@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from verl.algorithms.advantages import broadcast_to_tokens, gae, grpo, outcome_to_tokens, whiten, zero_std_groups
 from verl.algorithms.kl import KLController, KLKind, kl_estimate, kl_penalised_rewards
@@ -19,7 +20,7 @@ from verl.data.batch import TokenBatch
 from verl.errors import ConfigError
 from verl.observe.metrics import Last, Max, Mean, Metrics, Min
 
-REWARD_KL_METRIC = "actor/reward_kl_per_sequence"
+REWARD_KL_METRIC = "reward/kl_per_sequence"
 """What the KL controller is fed: nats a sequence, summed over its trained tokens, by `Algorithm.kl_estimator`."""
 
 
@@ -50,11 +51,8 @@ class GAEEstimator:
         targets, values = returns[batch.loss_mask].double(), batch.values[batch.loss_mask].double()
         spread = float(targets.var(correction=0))
         unexplained = float((targets - values).var(correction=0))
-        metrics: Metrics = {
-            "returns/mean": Mean(float(targets.sum()), targets.numel()),
-            "values/mean": Mean(float(values.sum()), values.numel()),
-            "critic/explained_variance": Last(1 - unexplained / spread if spread > 0 else math.nan),
-        }
+        metrics: Metrics = {"critic/explained_variance": Last(1 - unexplained / spread if spread > 0 else math.nan)}
+        metrics |= _range("returns", targets) | _range("critic/values", values)
         return batch.with_columns(advantages=advantages, returns=returns), metrics
 
 
@@ -174,21 +172,19 @@ class Algorithm:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, self.kl_estimator)
             kl = torch.where(batch.loss_mask, kl, 0.0)
             token_rewards = kl_penalised_rewards(token_rewards, kl, batch.loss_mask, coef)
-            metrics[REWARD_KL_METRIC] = Mean(float(kl.double().sum()), batch.num_sequences)
-            metrics["actor/reward_kl_coef"] = Last(coef)
+            total_kl = float(kl.double().sum())
+            metrics[REWARD_KL_METRIC] = Mean(total_kl, batch.num_sequences)
+            metrics["reward/kl_penalty"] = Mean(coef * total_kl, batch.num_sequences)
+            metrics["reward/kl_coef"] = Last(coef)
         batch, estimator_metrics = self.estimator(batch.with_columns(token_rewards=token_rewards))
         return batch, metrics | estimator_metrics | _advantage_metrics(batch)
 
 
 def _reward_metrics(batch: TokenBatch) -> Metrics:
-    """Of the outcome rewards, before any penalty."""
-    rewards = batch.rewards.double()
+    """Of the outcome rewards, before any penalty. A share of groups is out of those with at least two samples."""
     uniform, groups = zero_std_groups(batch.rewards, batch.group_ids)
-    return {
-        "reward/mean": Mean(float(rewards.sum()), rewards.numel()),
-        "reward/std": Last(float(rewards.std(correction=0))),
-        "reward/max": Max(float(rewards.max())),
-        "reward/min": Min(float(rewards.min())),
+    return _range("reward", batch.rewards.double()) | {
+        "reward/std": Last(float(batch.rewards.double().std(correction=0))),
         "reward/zero_std_groups": Mean(uniform, groups),
     }
 
@@ -196,8 +192,12 @@ def _reward_metrics(batch: TokenBatch) -> Metrics:
 def _advantage_metrics(batch: TokenBatch) -> Metrics:
     """Of the advantages the losses will see, over trained tokens."""
     advantages = batch.advantages[batch.loss_mask].double()
+    return _range("advantages", advantages) | {"advantages/std": Last(float(advantages.std(correction=0)))}
+
+
+def _range(name: str, values: Tensor) -> Metrics:
     return {
-        "advantages/mean": Mean(float(advantages.sum()), advantages.numel()),
-        "advantages/max": Max(float(advantages.max())),
-        "advantages/min": Min(float(advantages.min())),
+        f"{name}/mean": Mean(float(values.sum()), values.numel()),
+        f"{name}/max": Max(float(values.max())),
+        f"{name}/min": Min(float(values.min())),
     }
