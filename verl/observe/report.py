@@ -18,9 +18,12 @@ from verl.observe.records import CONFIG_FILE, INFO_FILE, SAMPLES_FILE, RunRecord
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { font-weight: 600; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd; }
-table { border-collapse: collapse; font-size: 13px; } th, td { text-align: left; vertical-align: top; padding: .25rem .7rem; }
-th { border-bottom: 2px solid #ccc; } td { border-bottom: 1px solid #eee; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
-td.t { white-space: pre-wrap; max-width: 34rem; overflow-wrap: anywhere; } pre { background: #f6f6f6; padding: 1rem; overflow: auto; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .7rem; }
+th { border-bottom: 2px solid #ccc; } td { border-bottom: 1px solid #eee; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.t { white-space: pre-wrap; max-width: 34rem; overflow-wrap: anywhere; }
+pre { background: #f6f6f6; padding: 1rem; overflow: auto; }
 img { max-width: 100%; }
 """
 _SAMPLES_SHOWN = 12
@@ -70,7 +73,7 @@ def report_table(run_dirs: Sequence[Path], width: int = 80) -> str:
 
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     table = Table(box=None, pad_edge=False)
-    table.add_column("metric")
+    table.add_column("first → last")
     for run in runs:
         table.add_column(run.name, justify="right", overflow="fold")
     table.add_column("unit")
