@@ -1,0 +1,82 @@
+"""`verl train|sft|eval|generate|convert|config|report`: a thin front to the entry points."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+import verl
+from verl.trainer.entry import run_main, split_overrides
+
+_ENTRY_POINTS = {
+    "train": ("verl.trainer.main_ppo", "train with reinforcement learning"),
+    "sft": ("verl.trainer.main_sft", "supervised fine-tuning"),
+    "eval": ("verl.trainer.main_eval", "evaluate models side by side"),
+    "generate": ("verl.trainer.main_generation", "answer every prompt of a data set"),
+}
+
+
+def _config(argv: Sequence[str]) -> None:
+    """Print every key with its default and meaning, or the resolved configuration of --config and overrides."""
+    parser = argparse.ArgumentParser(prog="verl config", description=_config.__doc__)
+    parser.add_argument("--config", metavar="FILE", help="YAML file")
+    options, overrides = split_overrides(argv)
+    args = parser.parse_args(options)
+    from verl.config import config_to_yaml, describe_config, load_config
+
+    if args.config is None and not overrides:
+        print(describe_config())
+    else:
+        print(config_to_yaml(load_config(args.config, overrides, require=(), printer=lambda line: print(line, file=sys.stderr))))
+
+
+def _convert(argv: Sequence[str]) -> None:
+    """Convert a GGUF file, or one carried by an installed package, to a Hugging Face model folder."""
+    parser = argparse.ArgumentParser(prog="verl convert", description=_convert.__doc__)
+    parser.add_argument("source", help="a .gguf file, or the name of an importable package that carries one")
+    parser.add_argument("output", help="folder to write")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    args = parser.parse_args(argv)
+    from verl.models.gguf import convert_gguf
+    from verl.observe.console import quiet_third_party
+
+    quiet_third_party()
+    print(f"written: {convert_gguf(args.source, args.output, dtype=args.dtype)}")
+
+
+def _report(argv: Sequence[str]) -> None:
+    """Summarise runs in the terminal and as one HTML page."""
+    from verl.observe.report import main
+
+    main(argv)
+
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
+    "convert": (_convert, "GGUF to a Hugging Face model folder"),
+    "config": (_config, "list the configuration keys, or resolve a configuration"),
+    "report": (_report, "tables, plots and an HTML page of runs"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    helps = {name: text for name, (_, text) in [*_ENTRY_POINTS.items(), *_COMMANDS.items()]}
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: verl COMMAND ...\n\n" + "\n".join(f"  {name:<10} {text}" for name, text in helps.items()))
+        return
+    command, *rest = argv
+    if command in ("--version", "version"):
+        print(verl.__version__)
+    elif command in _ENTRY_POINTS:
+        run_main(importlib.import_module(_ENTRY_POINTS[command][0]).main, rest)
+    elif command in _COMMANDS:
+        run_main(_COMMANDS[command][0], rest)
+    else:
+        print(f"error: unknown command {command!r}; use one of {', '.join(helps)}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""`python -m verl.trainer.main_generation --model_path DIR --input FILE --output FILE.parquet [section.key=value ...]`.
+
+Answers every prompt `rollout.val_n` times and writes the rows with a column `responses` (a list of texts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.trainer.entry import run_main, split_overrides
+
+
+def main(argv: Sequence[str]) -> None:
+    """Generate answers for a data set."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="verl generate", description="Answer every prompt of a data set.")
+    parser.add_argument("--model_path", required=True, metavar="DIR", help="model, checkpoint or run folder, or hub id")
+    parser.add_argument("--input", required=True, metavar="FILE", help="data file or folder; the suffix may be left out")
+    parser.add_argument("--output", required=True, metavar="FILE", help="where to write: .parquet or .jsonl")
+    parser.add_argument("--config", metavar="FILE", help="YAML file, as for training")
+    options, overrides = split_overrides(argv)
+    args = parser.parse_args(options)
+    from verl.config import load_config
+    from verl.errors import ConfigError
+    from verl.observe.console import quiet_third_party
+
+    quiet_third_party()
+    if Path(args.output).suffix not in (".parquet", ".jsonl"):
+        raise ConfigError(f"--output={args.output}: the suffix says the format; use .parquet or .jsonl")
+    config = load_config(args.config, overrides, require=())
+    from verl.trainer.rollouts import generate, validation_sampling
+    from verl.trainer.standalone import load_for_inference
+
+    rollout, prompts, config = load_for_inference(config, args.model_path, args.input)
+    sampling = validation_sampling(config)
+    trajectories = generate(rollout, prompts, sampling, seed=config.training.seed, step=0)
+    rows = []
+    for start in range(0, len(trajectories), sampling.n):
+        group = trajectories[start : start + sampling.n]
+        rows.append({**_columns(group[0].prompt), "responses": [t.response_text for t in group]})
+    _write(rows, Path(args.output))
+    print(f"written: {args.output} ({len(rows)} rows, {sampling.n} responses each)")
+
+
+def _columns(prompt) -> dict:
+    return {
+        "uid": prompt.uid,
+        "prompt": prompt.raw_text if prompt.raw_text is not None else [dict(m) for m in prompt.messages],
+        "data_source": prompt.data_source,
+        "ground_truth": None if prompt.ground_truth is None else str(prompt.ground_truth),
+        **prompt.extra,
+    }
+
+
+def _write(rows: list[dict], path: Path) -> None:
+    import json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+if __name__ == "__main__":
+    run_main(main)

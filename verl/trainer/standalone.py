@@ -1,0 +1,70 @@
+"""A trained model on its own, outside training: evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from verl.checkpoint.manager import resolve_checkpoint
+from verl.config.schema import Config
+from verl.controller import LocalRuntime, ResourcePool, WorkerGroup, WorkerSpec
+from verl.data.datasets import PromptDataset, load_prompt_dataset
+from verl.data.tokenizer import load_tokenizer
+from verl.data.types import Trajectory
+from verl.engines.train.loading import check_model_folder, resolve_device
+from verl.errors import DataError
+from verl.observe.evaluation import EvalSummary
+from verl.rewards.score import build_reward
+from verl.trainer.validation import evaluate_prompts
+
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+
+
+def resolve_model(path: str) -> str:
+    """A model folder or hub id as it is; for a run or checkpoint folder, the model of its newest checkpoint."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return str(resolve_checkpoint(folder))
+    check_model_folder(path)
+    return path
+
+
+def resolve_dataset(path: str) -> str:
+    """The file or folder at `path`, or the file that it names without its suffix."""
+    if path.startswith("hf:") or Path(path).exists():
+        return path
+    for suffix in _DATA_SUFFIXES:
+        if Path(path + suffix).is_file():
+            return path + suffix
+    raise DataError(f"{path}: no such file or folder (nor with {', '.join(_DATA_SUFFIXES)}); give an existing data set")
+
+
+def load_for_inference(config: Config, model_path: str, dataset: str) -> tuple[WorkerGroup, PromptDataset, Config]:
+    """A rollout group over one model, and the data set as that model's tokenizer sees it. Data is checked first."""
+    config = replace(config, model=replace(config.model, path=resolve_model(model_path)))
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompt_dataset([resolve_dataset(dataset)], config.data, config.model, tokenizer, "test")
+    from verl.workers.rollout import RolloutWorker
+
+    pool = ResourcePool(device=str(resolve_device(config.training.device)))
+    rollout = LocalRuntime().spawn(pool, {"rollout": WorkerSpec(RolloutWorker, {"config": config})})["rollout"]
+    return rollout, prompts, config
+
+
+def evaluate_model(config: Config, model_path: str, dataset: str, name: str) -> tuple[EvalSummary, list[Trajectory]]:
+    """Answer the data set with the model and measure the answers."""
+    with build_reward(config.reward) as reward:
+        rollout, prompts, config = load_for_inference(config, model_path, dataset)
+        reward.check(prompts.prompts)
+        return evaluate_prompts(rollout, prompts, reward, config, name)
+
+
+def model_names(paths: Sequence[str]) -> list[str]:
+    """Short names that tell the models apart: as many trailing path components as that takes."""
+    parts = [Path(p).absolute().parts for p in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(paths)

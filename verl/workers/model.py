@@ -1,0 +1,103 @@
+"""Workers that hold a model and a training engine: actor, critic, reference. Thin: registered methods only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from verl.config.schema import Config, ModelConfig
+from verl.controller import Worker, WorkerContext, all_ranks, data_parallel, register
+from verl.data.batch import TokenBatch
+from verl.engines.train.base import Loss
+from verl.engines.train.fsdp import FSDPEngine
+from verl.observe.metrics import Metrics, merge_metrics
+
+
+class TrainableWorker(Worker):
+    """What actor and critic share: update, save, load, export."""
+
+    engine: FSDPEngine
+
+    @register(dispatch=data_parallel)
+    def update(self, batch: TokenBatch, loss: Loss, count: float) -> Metrics:
+        """One optimizer step on `batch`; `count` is the loss's count over the batch of all ranks."""
+        return merge_metrics([self.engine.forward_backward(batch, loss, count=count), self.engine.optimizer_step()])
+
+    @register(dispatch=all_ranks)
+    def save(self, folder: Path) -> None:
+        self.engine.save(folder)
+
+    @register(dispatch=all_ranks)
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder)
+
+    @register(dispatch=all_ranks)
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder, tokenizer included."""
+        self.engine.export(folder)
+
+
+class ActorWorker(TrainableWorker):
+    """The policy being trained."""
+
+    def __init__(self, context: WorkerContext, *, config: Config, total_updates: int) -> None:
+        super().__init__(context)
+        self.engine = _engine(context, config, config.model, optimizer=config.actor, total_steps=total_updates)
+
+    @register(dispatch=data_parallel)
+    def compute_log_probs(self, batch: TokenBatch) -> Tensor:
+        """[T] log-probs of the trained tokens under the present weights."""
+        return _logprobs(self.engine, batch)
+
+
+class ReferenceWorker(Worker):
+    """The policy as it was before training, frozen: what the KL terms compare with."""
+
+    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+        super().__init__(context)
+        self.engine = _engine(context, config, config.model)
+
+    @register(dispatch=data_parallel)
+    def compute_log_probs(self, batch: TokenBatch) -> Tensor:
+        """[T] log-probs of the trained tokens."""
+        return _logprobs(self.engine, batch)
+
+
+class CriticWorker(TrainableWorker):
+    """The value function of PPO: a language model's body with one output."""
+
+    def __init__(self, context: WorkerContext, *, config: Config, total_updates: int) -> None:
+        super().__init__(context)
+        model = replace(config.model, path=config.critic.path or config.model.path)
+        self.engine = _engine(context, config, model, head="value", optimizer=config.critic, total_steps=total_updates)
+
+    @register(dispatch=data_parallel)
+    def compute_values(self, batch: TokenBatch) -> Tensor:
+        """[T] value of the state in which each trained token was chosen."""
+        values = self.engine.compute(batch).values
+        assert values is not None  # a value head always gives them
+        return values
+
+
+def _engine(
+    context: WorkerContext, config: Config, model: ModelConfig, *, head: str = "lm", optimizer=None, total_steps=None
+) -> FSDPEngine:
+    return FSDPEngine(
+        model,
+        head=head,
+        optimizer=optimizer,
+        total_steps=total_steps,
+        temperature=config.rollout.temperature,
+        max_tokens_per_micro_batch=(optimizer or config.actor).max_tokens_per_micro_batch,
+        gradient_checkpointing=config.memory_optimization.gradient_checkpointing
+        or config.memory_optimization.activation_checkpointing,
+        device=context.device,
+    )
+
+
+def _logprobs(engine: FSDPEngine, batch: TokenBatch) -> Tensor:
+    logprobs = engine.compute(batch).logprobs
+    assert logprobs is not None  # a language-model head always gives them
+    return logprobs

@@ -1,0 +1,63 @@
+"""The worker that generates: a rollout engine and the episode loop over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.config.schema import Config
+from verl.controller import Worker, WorkerContext, all_ranks, data_parallel, register
+from verl.data.tokenizer import load_tokenizer
+from verl.data.types import Trajectory
+from verl.engines.hybrid import sync_weights
+from verl.engines.rollout.base import RolloutEngine, SamplingParams
+from verl.environments.single_turn import RolloutTask, answer_prompts
+from verl.observe.console import progress
+
+
+class RolloutWorker(Worker):
+    """Generates with the actor's own parameters when it is colocated with one, else with a model of its own."""
+
+    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+        super().__init__(context)
+        self.actor = context.peers.get("actor")
+        self.tokenizer = load_tokenizer(config.model)
+        self.engine = native_engine(
+            config, self.tokenizer, module=self.actor.engine.module if self.actor else None, device=context.device
+        )
+
+    @register(dispatch=data_parallel)
+    def generate(self, tasks: Sequence[RolloutTask], sampling: SamplingParams) -> list[tuple[Trajectory, ...]]:
+        """One group of `sampling.n` trajectories a task."""
+        with progress("generating", total=len(tasks) * sampling.n) as bar:
+            return answer_prompts(self.engine, self._decode, tasks, sampling, on_finished=bar.advance)
+
+    @register(dispatch=all_ranks)
+    def sync_weights(self, version: int) -> None:
+        """Take the colocated actor's weights as policy `version`."""
+        sync_weights(self.actor.engine, self.engine, version=version, shared=True)
+
+    @register(dispatch=all_ranks)
+    def sleep(self) -> None:
+        """Free the key-value cache while the device trains."""
+        self.engine.sleep()
+
+    def _decode(self, ids: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def native_engine(config: Config, tokenizer: Any, *, module: Any, device: str) -> RolloutEngine:
+    """The built-in engine over `module`, or over the model of `config` when that is None."""
+    from verl.engines.rollout.native import NativeEngine
+    from verl.engines.train.loading import load_causal_lm
+
+    rollout = config.rollout
+    return NativeEngine(
+        module if module is not None else load_causal_lm(config.model, device=device),
+        tokenizer,
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
+        block_size=rollout.kv_cache_block_size,
+        cache_tokens=rollout.kv_cache_tokens,
+        seed=config.training.seed if rollout.seed is None else rollout.seed,
+    )
