@@ -1,0 +1,280 @@
+"""The scoring pool: reward functions run in processes of their own, each call under a deadline.
+
+A call that hangs, or a process that dies (segmentation fault, `os._exit`, out of memory), costs its own sample: the
+process is killed with everything it started, replaced, and the failure is reported in that sample's place.
+
+Processes are new interpreters (`subprocess`), never forks: the driver may hold CUDA, threads and locks. They do not
+import the driver's main script, so the script needs no `if __name__ == "__main__"`, and they do not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from verl.errors import UserError
+from verl.rewards.functions import RewardRequest
+from verl.rewards.outcome import ScoreOutcome
+from verl.rewards.worker import HEADER
+
+START_DEADLINE_S = 120.0
+"""Time for a process to start and import the reward function (which may import torch or sympy)."""
+
+# The driver's exact search path, so that what can be imported here can be imported there.
+_BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
+
+
+def default_num_workers() -> int:
+    """As many as this process may use cores, 4 at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores)
+
+
+class _Worker:
+    """One scoring process and the two ends of its pipes. Never blocks: the pool waits for all of them at once."""
+
+    def __init__(self, selector: selectors.BaseSelector, first_message: bytes) -> None:
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C reaches the driver alone, and one kill reaches all of the group
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self.stdin.fileno(), False)
+        os.set_blocking(self.stdout.fileno(), False)
+        self.state: Literal["starting", "idle", "busy"] = "starting"
+        self.index = -1
+        """Which request it works on."""
+        self.deadline = time.monotonic() + START_DEADLINE_S
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
+        self._selector = selector
+        selector.register(self.stdout, selectors.EVENT_READ, self)
+        self.send(first_message)
+
+    def begin(self, index: int, payload: bytes, timeout_s: float) -> None:
+        self.state, self.index, self.deadline = "busy", index, time.monotonic() + timeout_s
+        self.send(payload)
+
+    def send(self, payload: bytes) -> None:
+        self._unsent = memoryview(HEADER.pack(len(payload)) + payload)
+        self.flush()
+        if self._unsent:
+            self._selector.register(self.stdin, selectors.EVENT_WRITE, self)
+
+    def on_writable(self) -> None:
+        self.flush()
+        if not self._unsent:
+            self._selector.unregister(self.stdin)
+
+    def flush(self) -> None:
+        """Write what the pipe takes. A broken pipe is left to the reading side, which sees the end as well."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.stdin.fileno(), self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent = memoryview(b"")
+
+    def receive(self) -> Any:
+        """The next message, or None while it is not complete. Raises EOFError when the process has ended."""
+        chunk = os.read(self.stdout.fileno(), 1 << 20)
+        if not chunk:
+            raise EOFError
+        self._received += chunk
+        if len(self._received) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(self._received)
+        if len(self._received) < HEADER.size + length:
+            return None
+        message = pickle.loads(memoryview(self._received)[HEADER.size :])
+        self._received = bytearray()
+        return message
+
+    def kill(self, grace_s: float = 0.0) -> int:
+        """End the process and its children, at once or `grace_s` seconds later; its exit status (negative: the signal)."""
+        if self._unsent:
+            self._selector.unregister(self.stdin)
+        self._selector.unregister(self.stdout)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        return _end_process(self.process)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> int:
+    # The group outlives its leader if the reward function started processes, so it is killed in either case.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    return process.wait()
+
+
+class ScoringPool:
+    """`num_workers` scoring processes for one reward function. A context manager; also closed at exit."""
+
+    def __init__(
+        self, function: str, function_kwargs: Mapping[str, Any] | None = None, *, num_workers: int = 0, timeout_s: float = 10.0
+    ) -> None:
+        """Start the processes and wait until the first has imported the function.
+
+        Args:
+            function: `package.module:name` or `path/to/file.py:name`.
+            function_kwargs: passed to it by name.
+            num_workers: 0 takes `default_num_workers()`.
+            timeout_s: deadline of one call, in seconds.
+
+        Raises:
+            UserError: the function cannot be imported or does not accept the arguments.
+        """
+        self.timeout_s = timeout_s
+        self.required_columns: tuple[str, ...] = ()
+        """Columns a TRL-style function cannot do without."""
+        self._first_message = pickle.dumps((function, dict(function_kwargs or {}), timeout_s))
+        self._function = function
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[_Worker] = []
+        # Runs when the pool is closed, collected, or the interpreter exits, whichever is first.
+        self._finalizer = weakref.finalize(self, _shut_down, self._workers, self._selector)
+        for _ in range(num_workers or default_num_workers()):
+            self._start_worker()
+        try:
+            while all(worker.state == "starting" for worker in self._workers):
+                self._step({})
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[ScoreOutcome]:
+        """Score every request; outcomes in the order of the requests, failures in their place."""
+        with self._lock:
+            if not self._finalizer.alive:
+                raise RuntimeError("the scoring pool is closed")
+            outcomes: dict[int, ScoreOutcome] = {}
+            pending = deque(range(len(requests)))
+            try:
+                while len(outcomes) < len(requests):
+                    for worker in self._workers:
+                        if worker.state == "idle":
+                            self._begin_next(worker, requests, pending, outcomes)
+                    if len(outcomes) < len(requests):
+                        self._step(outcomes)
+            except BaseException:
+                # Interrupted: answers still to come belong to requests nobody waits for any more.
+                for worker in [w for w in self._workers if w.state == "busy"]:
+                    self._replace(worker)
+                raise
+            return [outcomes[index] for index in range(len(requests))]
+
+    def close(self) -> None:
+        """Kill and reap all processes. Safe to call twice."""
+        self._finalizer()
+
+    def __enter__(self) -> ScoringPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, for reports and tests."""
+        return [worker.process.pid for worker in self._workers]
+
+    def _start_worker(self) -> None:
+        self._workers.append(_Worker(self._selector, self._first_message))
+
+    def _replace(self, worker: _Worker, grace_s: float = 0.0) -> int:
+        self._workers.remove(worker)
+        status = worker.kill(grace_s)
+        self._start_worker()
+        return status
+
+    def _begin_next(
+        self, worker: _Worker, requests: Sequence[RewardRequest], pending: deque[int], outcomes: dict[int, ScoreOutcome]
+    ) -> None:
+        while pending:
+            index = pending.popleft()
+            try:
+                payload = pickle.dumps(requests[index], protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:  # whatever a user's column raises when it is pickled
+                reason = f"the row cannot be sent to a scoring process: {type(error).__name__}: {error}"
+                outcomes[index] = ScoreOutcome(failure=reason, kind="exception")
+                continue
+            worker.begin(index, payload, self.timeout_s)
+            return
+
+    def _step(self, outcomes: dict[int, ScoreOutcome]) -> None:
+        """Wait for the next event or deadline and deal with it; outcomes are added under their request's index."""
+        deadlines = [worker.deadline for worker in self._workers if worker.state != "idle"]
+        events = self._selector.select(max(0.0, min(deadlines) - time.monotonic()))
+        for key, mask in events:
+            worker: _Worker = key.data
+            if worker not in self._workers:
+                continue  # replaced a moment ago, in this very loop
+            if mask & selectors.EVENT_WRITE:
+                worker.on_writable()
+            else:
+                self._receive(worker, outcomes)
+        now = time.monotonic()
+        for worker in [w for w in self._workers if w.state != "idle" and w.deadline <= now]:
+            if worker.state == "starting":
+                raise UserError(
+                    f"reward.function {self._function!r} takes over {START_DEADLINE_S:.0f} s to import; make it lighter"
+                )
+            outcomes[worker.index] = ScoreOutcome(
+                failure=f"no result within {self.timeout_s:g} s (reward.timeout_s)", kind="timeout"
+            )
+            self._replace(worker)
+
+    def _receive(self, worker: _Worker, outcomes: dict[int, ScoreOutcome]) -> None:
+        try:
+            message = worker.receive()
+        except EOFError:
+            self._bury(worker, outcomes)
+            return
+        if message is None:
+            return
+        if worker.state == "busy":
+            outcomes[worker.index] = message
+        elif message[0] == "error":
+            raise UserError(message[1])
+        else:
+            self.required_columns = message[1]
+        worker.state = "idle"
+
+    def _bury(self, worker: _Worker, outcomes: dict[int, ScoreOutcome]) -> None:
+        state = worker.state
+        # The pipe closes a moment before the exit status is there.
+        status = self._replace(worker, grace_s=1.0) if state != "starting" else worker.process.wait()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        if state == "starting":
+            raise UserError(f"reward.function {self._function!r}: the process that imports it died ({how})")
+        if state == "busy":
+            outcomes[worker.index] = ScoreOutcome(failure=f"the scoring process died ({how})", kind="died")
+
+
+def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
+    for worker in workers:
+        _end_process(worker.process)
+    workers.clear()
+    selector.close()
