@@ -20,7 +20,6 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +27,10 @@ from torch import Tensor
 
 ATTENTION_NAME = "verl_packed"
 
-_LENGTH_RATIO = 0.6
+_LENGTH_RATIO = 0.75
 """A group of lengths reaches down to this share of its longest: wider groups compute more padding, narrower
-ones launch more kernels. Measured on CPU with 64 sequences of 40-120 tokens; flat between 0.5 and 0.75."""
+ones launch more kernels. Measured on CPU: for 64 sequences of 40-120 tokens 0.5 to 0.9 differ by the noise (15 %),
+one group costs 30 % more; for 32 of 100-600 tokens 0.75 takes half the time of one group."""
 
 _SCORES_PER_GROUP = 2**25
 """Most attention scores a head in one group, which bounds the eager path's memory for long sequences."""
@@ -254,8 +254,3 @@ def packed_inputs(input_ids: Tensor, packing: Packing) -> dict:
         "packing": packing,
         "use_cache": False,
     }
-
-
-def sequence_bounds(packing: Packing) -> list[tuple[int, int]]:
-    """(start, end) of each sequence in the packed row."""
-    return list(pairwise(packing.cu_seqlens.tolist()))

@@ -66,6 +66,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 8
         hidden, weight, targets, rows, entropy, kept = ctx.saved_tensors
         temperature, softcap, chunk_rows = ctx.settings
         need_hidden, need_weight = ctx.needs_input_grad[:2]
