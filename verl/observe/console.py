@@ -30,7 +30,7 @@ def step_line(step: int, values: Mapping[str, float], kind: Kind = "train") -> s
         parts = [_part(_validation_label(name), value, 3) for name, value in values.items() if _is_headline(name)]
         parts.append(_part("Length", values.get("val/response_length"), 0))
     elif kind == "sft":
-        parts = [_part("Loss", named.get("sft/loss"), 3), _part("Accuracy", named.get("sft/accuracy"), 3)]
+        parts = [_part("Loss", named.get("sft/loss"), 3)]
     else:
         parts = [
             _part("Reward", named.get("episode_reward"), 2),
@@ -63,7 +63,7 @@ def _part(label: str, value: float | None, digits: int) -> str | None:
 
 
 def _is_headline(name: str) -> bool:
-    return name.startswith("val/") and name.rsplit("/", 1)[-1] in ("accuracy", "reward", "loss")
+    return name.startswith("val/") and name.rsplit("/", 1)[-1] in ("accuracy", "reward")
 
 
 def _validation_label(name: str) -> str:

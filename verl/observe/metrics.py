@@ -84,11 +84,11 @@ class MetricInfo:
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "episode_reward": ("reward/mean",),
-    "kl_divergence": ("actor/ref_kl", "actor/approx_kl"),
+    "kl_divergence": ("actor/policy_kl", "actor/approx_kl"),
     "response_length": ("response_length/mean",),
 }
-"""Short CSV columns, each with the metrics it is taken from: the first that a step has. The KL is to the reference
-model where there is one, else between the policy before and after the step's updates."""
+"""Short CSV columns, each with the metrics it is taken from: the first that a step has. The KL is how far the
+step's updates moved the policy; that to the reference model has its own name, actor/ref_kl."""
 
 
 METRICS: dict[str, MetricInfo] = {
@@ -100,6 +100,7 @@ METRICS: dict[str, MetricInfo] = {
     "reward/zero_std_groups": MetricInfo("share", "groups whose samples all got the same reward: no gradient", "< 0.8"),
     "reward/failures": MetricInfo("calls", "reward calls that raised, timed out or gave no number", "0"),
     "reward/timeouts": MetricInfo("calls", "reward calls killed at their deadline", "0"),
+    "reward/kl_per_sequence": MetricInfo("nats", "KL of a whole response to the reference model, as the reward sees it", "< 10"),
     "reward/kl_penalty": MetricInfo("reward", "mean KL penalty taken from a trajectory's reward", "small beside reward/std"),
     "reward/kl_coef": MetricInfo("-", "coefficient of the KL in the reward"),
     "reward/*": MetricInfo("reward", "mean of one part of the reward, by its name"),
@@ -118,21 +119,20 @@ METRICS: dict[str, MetricInfo] = {
     "actor/clip_fraction_low": MetricInfo("share", "trained tokens clipped from below", "< 0.1"),
     "actor/clip_fraction_high": MetricInfo("share", "trained tokens clipped from above", "< 0.1"),
     "actor/dual_clip_fraction": MetricInfo("share", "trained tokens held by the dual clip", "< 0.01"),
-    "actor/approx_kl": MetricInfo("nats/token", "KL (k3) from the policy before the step's updates to the one after", "< 0.02"),
+    "actor/policy_kl": MetricInfo("nats/token", "KL (k3) of the policy before the step to the one after it", "< 0.02"),
+    "actor/approx_kl": MetricInfo("nats/token", "the same as seen inside the updates; 0 in the first", "< 0.02"),
     "actor/ref_kl": MetricInfo("nats/token", "KL from the policy to the reference model", "< 0.1; slow growth"),
     "actor/kl_loss": MetricInfo("nats/token", "KL term of the loss, before its coefficient", "< 0.1; slow growth"),
-    "actor/kl_coef": MetricInfo("-", "coefficient of the KL term"),
     "actor/entropy": MetricInfo("nats/token", "entropy of the sampling distribution at trained tokens", "falls slowly, not to 0"),
+    "actor/entropy_estimate": MetricInfo("nats/token", "mean -log-prob of the sampled tokens", "falls slowly, not to 0"),
     "actor/grad_norm": MetricInfo("-", "global gradient norm before clipping", "steady; spikes < 10 times the median"),
     "actor/lr": MetricInfo("1/step", "learning rate"),
     "actor/skipped_steps": MetricInfo("steps", "optimizer steps skipped because a gradient was not finite", "0"),
-    "actor/update_steps": MetricInfo("steps", "optimizer steps of the policy in this step"),
     # Critic
     "critic/vf_loss": MetricInfo("reward^2", "clipped value loss", "falls, then steady"),
     "critic/clip_fraction": MetricInfo("share", "values held by value clipping", "< 0.2"),
     "critic/explained_variance": MetricInfo("share", "variance of the returns that the critic explains", "rises towards 1"),
     "critic/values/*": MetricInfo("reward", "mean, max or min predicted value"),
-    "critic/*_mean": MetricInfo("reward", "mean over trained tokens of a quantity of the critic, by its name"),
     "critic/grad_norm": MetricInfo("-", "critic's global gradient norm before clipping", "steady"),
     "critic/lr": MetricInfo("1/step", "critic's learning rate"),
     "critic/skipped_steps": MetricInfo("steps", "critic steps skipped because a gradient was not finite", "0"),
@@ -140,43 +140,26 @@ METRICS: dict[str, MetricInfo] = {
     "response_length/mean": MetricInfo("tokens", "mean length of a response", "steady or slow growth"),
     "response_length/max": MetricInfo("tokens", "longest response"),
     "response_length/min": MetricInfo("tokens", "shortest response", "> 1"),
-    "response_length/truncated": MetricInfo("share", "responses that ran into the length limit", "< 0.1"),
+    "response_length/clip_ratio": MetricInfo("share", "responses that ran into the length limit", "< 0.1"),
     "prompt_length/*": MetricInfo("tokens", "mean, max or min length of a prompt"),
-    # Rollout
-    "rollout/mismatch_kl": MetricInfo("nats/token", "KL (k3) of trainer to generator log-probs of the same weights", "< 0.001"),
-    "rollout/mismatch_mean_abs": MetricInfo("nats/token", "mean |trainer - generator| log-prob", "< 0.005 in bf16"),
-    "rollout/mismatch_max_abs": MetricInfo("nats/token", "largest |trainer - generator| log-prob", "< 0.5 in bf16"),
-    "rollout/policy_lag": MetricInfo("versions", "age of the weights that made the tokens", "0 when synchronous"),
-    "rollout/policy_version": MetricInfo("versions", "version of the weights that generated"),
-    "rollout/preemptions": MetricInfo("sequences", "sequences computed again for lack of cache blocks", "0"),
-    "rollout/num_turns": MetricInfo("turns", "mean assistant turns of an episode"),
     # Progress and speed
     "training/epoch": MetricInfo("epochs", "passes over the data so far"),
-    "training/prompts": MetricInfo("prompts", "prompts of the step"),
-    "training/trajectories": MetricInfo("trajectories", "trajectories of the step"),
+    "training/policy_version": MetricInfo("versions", "updates of the policy that the rollout engine has been given"),
     "perf/tokens_per_s": MetricInfo("tokens/s", "prompt and response tokens of the step over its time", "steady"),
-    "perf/rollout_tokens_per_s": MetricInfo("tokens/s", "response tokens over generation time", "steady"),
-    "perf/train_tokens_per_s": MetricInfo("tokens/s", "tokens through the update over update time", "steady"),
-    "perf/total_tokens": MetricInfo("tokens", "prompt and response tokens of the step"),
-    "perf/cpu_memory_gib": MetricInfo("GiB", "resident memory of this process", "flat"),
-    "perf/gpu_memory_gib": MetricInfo("GiB", "peak GPU memory allocated in the step", "flat"),
-    "perf/mfu": MetricInfo("share", "model FLOPs over the device's peak", "steady"),
+    "perf/total_num_tokens": MetricInfo("tokens", "prompt and response tokens of the step"),
     "timing_s/step": MetricInfo("s", "the whole step", "steady"),
     "timing_s/*": MetricInfo("s", "one stage of the step, by its name"),
     # Held-out data
     "val/accuracy": MetricInfo("share", "held-out answers that are right", "rises"),
     "val/reward": MetricInfo("reward", "mean reward of held-out answers", "rises with reward/mean"),
-    "val/loss": MetricInfo("nats/token", "negative log-likelihood of held-out answers", "falls"),
     "val/response_length": MetricInfo("tokens", "mean length of a held-out answer"),
     "val/truncated": MetricInfo("share", "held-out answers that ran into the length limit", "< 0.1"),
     "val/*": MetricInfo("-", "a measure of held-out answers, by its name (per data source where there are several)"),
     # Supervised fine-tuning
     "sft/loss": MetricInfo("nats/token", "negative log-likelihood of the trained tokens", "falls"),
-    "sft/accuracy": MetricInfo("share", "trained tokens that are the model's first choice", "rises"),
     "sft/grad_norm": MetricInfo("-", "global gradient norm before clipping", "steady"),
     "sft/lr": MetricInfo("1/step", "learning rate"),
     "sft/skipped_steps": MetricInfo("steps", "optimizer steps skipped because a gradient was not finite", "0"),
-    "sft/epoch": MetricInfo("epochs", "passes over the data so far"),
 }
 """Every name that the code may log. `*` stands for the rest of a name; an exact entry wins over a pattern."""
 

@@ -32,11 +32,12 @@ class Panel:
 PANELS = (
     Panel(title="Reward", unit="mean per answer", metrics=ALIASES["episode_reward"]),
     Panel(title="Policy KL", unit="nats / token", metrics=ALIASES["kl_divergence"]),
+    Panel(title="KL to reference", unit="nats / token", metrics=("actor/ref_kl",)),
     Panel(title="Response length", unit="tokens", metrics=ALIASES["response_length"]),
     Panel(title="Entropy", unit="nats / token", metrics=("actor/entropy", "actor/entropy_estimate")),
     Panel(title="Policy loss", unit="", metrics=("actor/loss", "actor/pg_loss")),
     Panel(title="Value loss", unit="", metrics=("critic/vf_loss",)),
-    Panel(title="Fine-tuning loss", unit="nats / token", metrics=("sft/loss", "sft/nll")),
+    Panel(title="Fine-tuning loss", unit="nats / token", metrics=("sft/loss",)),
     Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "sft/grad_norm")),
     Panel(title="Throughput", unit="tokens / s", metrics=("perf/tokens_per_s",)),
 )
