@@ -29,7 +29,6 @@ class RewardScorer:
         check_reward_config(config)
         self.config = config
         self._pool: ScoringPool | None = None
-        self._metrics: Metrics = {}
         self._shown: set[str] = set()
         if config.type == "custom":
             self._pool = ScoringPool(
@@ -54,21 +53,18 @@ class RewardScorer:
                     f"reward.function {self.config.function!r} needs the column {missing[0]!r}; the data has {', '.join(columns)}"
                 )
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    def score(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], Metrics]:
         """The same trajectories, in order, with `reward`, `reward_parts` and, where scoring failed, `reward_failure`.
 
         The reward is `scale` times the score; a failed sample's is `failure_reward` as it stands. Parts are not scaled.
-        The first exception is logged with its traceback, later ones only counted.
+        The first failure of each kind is logged, an exception with its traceback; later ones are only counted.
+        Metrics: see `outcome_metrics`.
         """
         requests = [reward_request(t.prompt, t.response_text) for t in trajectories]
         outcomes = self._pool.score(requests) if self._pool else [self._accuracy(request) for request in requests]
-        self._metrics = outcome_metrics(outcomes)
         self._report_first_failures(outcomes)
-        return [self._rewarded(t, outcome) for t, outcome in zip(trajectories, outcomes, strict=True)]
-
-    def metrics(self) -> Metrics:
-        """Of the last call of `score`; see `outcome_metrics`."""
-        return self._metrics
+        scored = [self._rewarded(t, outcome) for t, outcome in zip(trajectories, outcomes, strict=True)]
+        return scored, outcome_metrics(outcomes)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -150,8 +146,8 @@ def _check_ground_truths(prompts: Sequence[Prompt]) -> None:
     missing = [prompt.uid for prompt in prompts if prompt.ground_truth is None]
     if missing:
         raise UserError(
-            f"reward.type=accuracy needs a ground truth, but {len(missing)} of {len(prompts)} rows have none (first: {missing[0]}); "
-            "set data.answer_key to the column that holds it"
+            f"reward.type=accuracy needs a ground truth, but {len(missing)} of {len(prompts)} rows have none "
+            f"(first: {missing[0]}); set data.answer_key to the column that holds it"
         )
     for prompt in prompts:
         try:
