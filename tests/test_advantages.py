@@ -68,9 +68,7 @@ def test_gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value():
 
 def test_gae_with_lambda_zero_is_the_one_step_error():
     # delta = r + 0.5 * V_next - V: 0.5 * 0.4 - 0.2, 0.5 * 0.6 - 0.4, 1 - 0.6
-    advantages, _ = gae(
-        torch.tensor([0.0, 0, 1]), torch.tensor([0.2, 0.4, 0.6]), bools(T, T, T), torch.tensor([0, 3]), 0.5, 0.0
-    )
+    advantages, _ = gae(torch.tensor([0.0, 0, 1]), torch.tensor([0.2, 0.4, 0.6]), bools(T, T, T), torch.tensor([0, 3]), 0.5, 0.0)
     assert_close(advantages, (0.0, -0.1, 0.4))
 
 
