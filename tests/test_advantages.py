@@ -1,6 +1,7 @@
 """Advantage estimators against constants derived by hand, naive NumPy loops, and what must not change them."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_gae_of_a_batch_that_trains_nothing_is_zero():
 
 def naive_gae(rewards, values, mask, cu, gamma, lam):
     advantages, returns = np.zeros(len(rewards)), np.zeros(len(rewards))
-    for start, end in zip(cu[:-1], cu[1:], strict=True):
+    for start, end in pairwise(cu):
         next_value = running = 0.0
         for t in reversed(range(start, end)):
             if mask[t]:
@@ -113,9 +114,7 @@ def test_gae_of_a_sequence_does_not_depend_on_its_batch():
     cu, mask, rewards, values = ragged(3)
     tensors = [torch.from_numpy(x) for x in (rewards, values, mask)]
     together, _ = gae(*tensors, torch.from_numpy(cu), 0.99, 0.95)
-    alone = [
-        gae(*(x[a:b] for x in tensors), torch.tensor([0, b - a]), 0.99, 0.95)[0] for a, b in zip(cu[:-1], cu[1:], strict=True)
-    ]
+    alone = [gae(*(x[a:b] for x in tensors), torch.tensor([0, b - a]), 0.99, 0.95)[0] for a, b in pairwise(cu)]
     assert torch.equal(together, torch.cat(alone))
 
 

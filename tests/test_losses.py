@@ -1,6 +1,7 @@
 """Losses: constants and gradients by hand, and sums and counts that no split can change."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -305,7 +306,7 @@ def evaluate(loss, batch, outputs, parts):
 def test_no_split_or_order_changes_sum_count_gradient_or_metrics(seed, order, cuts):
     batch, outputs = random_batch(seed)
     edges = [0, *sorted(cuts), 6]
-    parts = [order[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [order[a:b] for a, b in pairwise(edges)]
     for loss in losses():
         total, count, gradients, metrics = evaluate(loss, batch, outputs, [list(range(6))])
         split_total, split_count, split_gradients, split_metrics = evaluate(loss, batch, outputs, parts)
