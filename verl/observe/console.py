@@ -52,10 +52,10 @@ def final_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """Fixed digits; in exponent form when they would hide a small value, with thousands marked when it is large."""
-    if value and abs(value) < 0.5 * 10.0**-digits and digits > 2:
+    """Fixed digits; where three of them would hide a small value exponent form, and none from a thousand on."""
+    if value and digits > 2 and abs(value) < 0.5 * 10.0**-digits:
         return f"{value:.1e}"
-    return f"{value:,.{digits}f}"
+    return f"{value:,.{digits if abs(value) < 1000 else 0}f}"
 
 
 def _part(label: str, value: float | None, digits: int) -> str | None:
