@@ -21,7 +21,7 @@ _CORPUS = [
 
 
 def tiny_config(family: str, **overrides):
-    """Config of a two-layer model: hidden 32, vocabulary 128, grouped-query attention, sliding windows where the family has them."""
+    """Two layers, hidden 32, vocabulary 128, grouped-query attention; sliding windows of 6 where the family has them."""
     import transformers as hf
 
     common = dict(
@@ -44,10 +44,18 @@ def tiny_config(family: str, **overrides):
         "smollm3": (hf.SmolLM3Config, {"tie_word_embeddings": True, "no_rope_layers": [1, 0]}),
         "mistral": (hf.MistralConfig, {"sliding_window": 6}),
         "gemma": (hf.GemmaConfig, {"head_dim": 16}),
-        "gemma2": (hf.Gemma2Config, {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0}),
+        "gemma2": (
+            hf.Gemma2Config,
+            {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0},
+        ),
         "gemma3": (
             hf.Gemma3TextConfig,
-            {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                "head_dim": 16,
+                "sliding_window": 6,
+                "query_pre_attn_scalar": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
         ),
     }
     config_class, special = classes[family]

@@ -45,13 +45,13 @@ def test_values_and_gradients_match_plain_attention(layout, num_kv_heads, window
         out = attend(*qkv)
         return out, torch.autograd.grad((out * weight).sum(), qkv)
 
-    out, grads = run(lambda q, k, v: packed_attention(q, k, v, Packing(lengths, "cpu"), scale=0.5, window=window, softcap=softcap))
+    out, grads = run(
+        lambda q, k, v: packed_attention(q, k, v, Packing(lengths, "cpu"), scale=0.5, window=window, softcap=softcap)
+    )
     expected, expected_grads = run(lambda q, k, v: reference(q, k, v, lengths, 0.5, window, softcap))
-    # The soft-capped path takes its softmax in float32.
-    tolerance = 1e-12 if softcap is None else 1e-5
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected_grad, atol=tolerance * 10, rtol=0)
+        torch.testing.assert_close(grad, expected_grad, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -113,7 +113,9 @@ def test_logits_of_all_tokens_never_exist_at_once():
 
     hidden, weight = torch.randn(4096, 8).requires_grad_(), torch.randn(4096, 8).requires_grad_()
     with Watch():
-        logprobs, _ = token_logprobs(hidden, weight, torch.zeros(4096, dtype=torch.int64), torch.arange(1, 4096), chunk_elements=2**16)
+        logprobs, _ = token_logprobs(
+            hidden, weight, torch.zeros(4096, dtype=torch.int64), torch.arange(1, 4096), chunk_elements=2**16
+        )
         logprobs.sum().backward()
     assert largest == 2**16
     assert hidden.grad is not None

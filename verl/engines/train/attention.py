@@ -67,7 +67,7 @@ class Packing:
         start = 0
         for i, length in enumerate(ordered):
             longest = ordered[start]
-            if length < _LENGTH_RATIO * longest or (i - start + 1) * longest**2 > _SCORES_PER_GROUP and i > start:
+            if length < _LENGTH_RATIO * longest or ((i - start + 1) * longest**2 > _SCORES_PER_GROUP and i > start):
                 groups.append(_Group(i - start, longest))
                 start = i
         groups.append(_Group(len(ordered) - start, ordered[start]))
@@ -131,7 +131,14 @@ class _Unpad(torch.autograd.Function):
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, scale: float, window: int | None = None, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention within each packed sequence: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D].
 
@@ -160,7 +167,7 @@ def _padded_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     length, grouped = q.shape[2], q.shape[1] != k.shape[1]
     if softcap is not None:
-        return _softcapped(q, k, v, scale, window, softcap).transpose(1, 2)
+        return _softcapped(q, k, v, scale, _visible(length, window, q.device), softcap).transpose(1, 2)
     if window is None or window >= length:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
@@ -169,13 +176,14 @@ def _padded_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
     return out.transpose(1, 2)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
-    """Plain attention with capped scores, which no fused kernel of torch offers; [B, H, L, D] layout."""
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, softcap: float) -> Tensor:
+    """Plain attention with capped scores, which no fused kernel of torch offers; [B, H, L, D] layout, bool `visible`."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
-    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    # The least finite score, not -inf: a row that sees nothing (left padding) must not become NaN.
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -222,6 +230,10 @@ def _attention_forward(
 
     Attention dropout is not applied to packed passes: the log-probs of a policy must be a function of its weights.
     """
+    if packing is None and softcap is not None:
+        if attention_mask is None:  # transformers drops masks that are plainly causal, or of one query
+            attention_mask = _visible(key.shape[2], None, query.device)[-query.shape[2] :]
+        return _softcapped(query, key, value, scaling, attention_mask, softcap).transpose(1, 2), None
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

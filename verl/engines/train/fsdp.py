@@ -77,7 +77,13 @@ class FSDPEngine:
             parameters = dict(self.module.named_parameters())
             self.optimizer = MasterAdamW(parameters, optimizer, total_steps=total_steps, compute_dtype=self.compute_dtype)
         if gradient_checkpointing:
-            self._body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # Renamed in transformers 5.24; both take the keyword arguments of torch.utils.checkpoint first.
+            name = (
+                "activation_checkpointing_enable"
+                if hasattr(self._body, "activation_checkpointing_enable")
+                else "gradient_checkpointing_enable"
+            )
+            getattr(self._body, name)({"use_reentrant": False})
         self._gradient_checkpointing = gradient_checkpointing
 
     def compute(self, batch: TokenBatch, *, entropy: bool = False, all_tokens: bool = False) -> ModelOutputs:
@@ -139,9 +145,15 @@ class FSDPEngine:
                 raise UserError(f"{folder}: no {name}; this is not a complete checkpoint of the training engine")
         weights = load_file(folder / _WEIGHTS_FILE)
         masters = self._masters()
-        wrong = [n for n in sorted(masters.keys() | weights.keys()) if n not in weights or n not in masters or masters[n].shape != weights[n].shape]
+        wrong = [
+            n
+            for n in sorted(masters.keys() | weights.keys())
+            if n not in weights or n not in masters or masters[n].shape != weights[n].shape
+        ]
         if wrong:
-            raise UserError(f"{folder}: {len(wrong)} weights do not fit the model at {self.model.path}, {wrong[0]} first; use the run's model")
+            raise UserError(
+                f"{folder}: {len(wrong)} weights do not fit the model at {self.model.path}, {wrong[0]} first; use the run's model"
+            )
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(weights[name])

@@ -137,7 +137,9 @@ def _from_pretrained(auto_class: type, model: ModelConfig, device: torch.device,
     _check_model_type(model.path, module.config.model_type)
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
-        raise UserError(f"model.path={model.path}: {len(names)} weights are missing from the files, {names[0]} first; save it again")
+        raise UserError(
+            f"model.path={model.path}: {len(names)} weights are missing from the files, {names[0]} first; save it again"
+        )
     return module.to(device).eval()
 
 

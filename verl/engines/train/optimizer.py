@@ -44,13 +44,20 @@ class MasterAdamW:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, *, total_steps: int | None, compute_dtype: torch.dtype
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        total_steps: int | None,
+        compute_dtype: torch.dtype,
     ) -> None:
         """`parameters`: float32, by name; each is put in `compute_dtype` in place, its float32 storage becoming the master."""
         if config.lr_schedule not in _SCHEDULES:
             raise ConfigError(f"lr_schedule={config.lr_schedule!r}: use one of {', '.join(_SCHEDULES)}")
         if config.lr_schedule != "constant" and total_steps is None:
-            raise ConfigError(f"lr_schedule={config.lr_schedule!r} needs the number of steps: set training.total_steps or use constant")
+            raise ConfigError(
+                f"lr_schedule={config.lr_schedule!r} needs the number of steps: set training.total_steps or use constant"
+            )
         self.config = config
         self.total_steps = total_steps
         self.num_steps = 0
