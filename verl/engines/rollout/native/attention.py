@@ -33,13 +33,22 @@ def attend(
     return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
 
 
-def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+def decode_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, softcap: float | None
+) -> Tensor:
     """One new token a sequence: `queries` [B, H, D], `keys` and `values` [B, K, L, D], `bias` [B, 1, 1, L] -> [B, H * D].
 
     The G heads that share keys are treated as G queries of one head, so grouped keys are never repeated.
     """
     b, h, d = queries.shape
     k = keys.shape[1]
+    if softcap is None and keys.device.type == "cpu" and keys.stride(0) == k * keys.stride(1):
+        # Batched products over the cache in place take a half to nine tenths of the time of the CPU's fused kernel,
+        # which is made for many queries.
+        merged = bias.expand(b, k, 1, bias.shape[-1]).reshape(b * k, 1, -1)
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        scores = torch.baddbmm(merged, queries.reshape(b * k, h // k, d), keys.transpose(1, 2), alpha=scale)
+        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values).view(b, h * d)
     out = attend(queries.view(b, k, h // k, d), keys, values, bias, causal=False, scale=scale, softcap=softcap)
     return out.reshape(b, h * d)
 

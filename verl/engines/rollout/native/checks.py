@@ -17,10 +17,14 @@ def check_requests(requests: Sequence[GenerationRequest], *, max_model_len: int,
             raise UserError(f"request_id={name} is used twice; give each request its own")
         seen.add(name)
         if not len(ids):
-            raise UserError(f"request {name} has an empty prompt; give it one token at least, the beginning-of-sequence token say")
+            raise UserError(
+                f"request {name} has an empty prompt; give it one token at least, the beginning-of-sequence token say"
+            )
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
-            raise UserError(f"request {name} holds token id {bad}, outside the model's vocabulary of {vocab_size}; check the tokenizer")
+            raise UserError(
+                f"request {name} holds token id {bad}, outside the model's vocabulary of {vocab_size}; check the tokenizer"
+            )
         _check_sampling(sampling, name)
         if len(ids) + sampling.max_tokens > max_model_len:
             raise UserError(

@@ -44,6 +44,14 @@ class EngineStats:
     preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceState:
+    """What generation needs on the device besides weights; `sleep` lets go of it."""
+
+    cache: KVCache
+    slots: Slots
+
+
 class NativeEngine:
     """A `RolloutEngine` that reads a Hugging Face causal LM's parameters by reference.
 
@@ -89,7 +97,7 @@ class NativeEngine:
         self._lock = threading.RLock()
         self._cancelled: set[int] = set()
         self._scheduler: Scheduler | None = None
-        self._cache: KVCache | None = None
+        self._state: _DeviceState | None = None
         self.wake()
 
     def _size_cache(self, max_num_seqs: int, cache_tokens: int | None) -> tuple[int, int]:
@@ -97,7 +105,8 @@ class NativeEngine:
         longest = self._max_model_len
         if cache_tokens is not None and cache_tokens < longest:
             raise UserError(
-                f"rollout.kv_cache_tokens={cache_tokens} cannot hold one sequence of max_model_len={longest}; raise it to that at least"
+                f"rollout.kv_cache_tokens={cache_tokens} cannot hold one sequence of "
+                f"max_model_len={longest}; raise it to that at least"
             )
         if cache_tokens is None:
             cache_tokens = max_num_seqs * longest
@@ -119,24 +128,26 @@ class NativeEngine:
 
     def wake(self) -> None:
         """Create the cache and the slots again after `sleep`; nothing to do when awake."""
-        if self._cache is not None:
+        if self._state is not None:
             return
         rows = self._layout == "rows"
         size = self._max_model_len if rows else self._block_size
-        device = self._decoder.device
-        self._cache = KVCache(
-            self._spec, layout=self._layout, num_blocks=self._num_blocks, block_size=size, dtype=self._decoder.dtype, device=device
-        )
+        dtype, device = self._decoder.dtype, self._decoder.device
+        cache = KVCache(self._spec, layout=self._layout, num_blocks=self._num_blocks, block_size=size, dtype=dtype, device=device)
         width = 1 if rows else -(-self._max_model_len // size)
-        self._slots = Slots(self._max_num_seqs, width, self._spec.vocab_size, device)
+        self._state = _DeviceState(cache, Slots(self._max_num_seqs, width, self._spec.vocab_size, device))
 
     def sleep(self) -> None:
         """Free the cache and the slots. The weights stay: they are the trainer's."""
         with self._lock:
             if self._scheduler is not None:
                 raise RuntimeError("the native engine cannot sleep while it generates; finish or close the stream first")
-            self._cache = None
-            del self._slots
+            self._state = None
+
+    def _awake(self) -> _DeviceState:
+        if self._state is None:
+            raise RuntimeError("the native engine sleeps; call wake() before generating")
+        return self._state
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy `weights` into the module's parameters, in place, by Hugging Face name (none: they are up to date
@@ -153,12 +164,14 @@ class NativeEngine:
             self._decoder.bind()
             self.policy_version = version
             if self._scheduler is not None:
-                self._move(self._scheduler.requeue(list(self._scheduler.running)))
-                self._scheduler.unblock()
+                # Everything leaves its slot, so nothing moves.
+                self._scheduler.requeue(list(self._scheduler.running))
+                self._scheduler.drop_held_prompts()
 
     def cancel(self, request_id: int) -> None:
         """End a request of the running stream; its samples come back with what they have. Others are ignored."""
-        self._cancelled.add(request_id)
+        with self._lock:
+            self._cancelled.add(request_id)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Run requests to the end; completions ordered by request, then by sample index."""
@@ -172,10 +185,15 @@ class NativeEngine:
         Raises `UserError` at once for requests that cannot be run. Closing the iterator early frees everything.
         """
         check_requests(
-            requests, max_model_len=self._max_model_len, vocab_size=self._spec.vocab_size, has_tokenizer=self._tokenizer is not None
+            requests,
+            max_model_len=self._max_model_len,
+            vocab_size=self._spec.vocab_size,
+            has_tokenizer=self._tokenizer is not None,
         )
-        if self._cache is None:
-            raise RuntimeError("the native engine sleeps; call wake() before generating")
+        self._awake()
+        with self._lock:
+            if self._scheduler is None:
+                self._cancelled.clear()
         samples = [sample for request in requests for sample in self._samples_of(request)]
         return self._stream(samples, tokens)
 
@@ -188,7 +206,6 @@ class NativeEngine:
             memory: Memory = RowMemory(self._max_num_seqs) if rows else PagedMemory(self._num_blocks, self._block_size)
             scheduler = self._scheduler = Scheduler(memory, self._max_num_seqs)
             scheduler.submit(samples)
-            self._cancelled.clear()
         try:
             while scheduler.running or scheduler.waiting:
                 with self._lock, torch.inference_mode():
@@ -201,7 +218,6 @@ class NativeEngine:
                     yield sample.completion()
         finally:
             with self._lock:
-                self.stats.preemptions += scheduler.preemptions
                 self._scheduler = None
 
     def _samples_of(self, request: GenerationRequest) -> Iterator[Sample]:
@@ -213,9 +229,7 @@ class NativeEngine:
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         end_ids = frozenset(sampling.stop_token_ids if sampling.ignore_eos else (*self._eos, *sampling.stop_token_ids))
         for index in range(sampling.n):
-            yield Sample(
-                request=request, sample_index=index, key=stream_key(seed, index), end_ids=end_ids, stop_strings=stops
-            )
+            yield Sample(request=request, sample_index=index, key=stream_key(seed, index), end_ids=end_ids, stop_strings=stops)
 
     def _apply_cancellations(self, scheduler: Scheduler) -> list[Sample]:
         if not self._cancelled:
@@ -223,36 +237,36 @@ class NativeEngine:
         chosen = frozenset(self._cancelled)
         self._cancelled -= chosen
         running = [s for s in scheduler.running if s.request.request_id in chosen]
-        self._move(scheduler.remove(running))
+        self._follow(scheduler, scheduler.remove(running))
         cancelled = running + scheduler.take_waiting(chosen)
         for sample in cancelled:
             sample.finish_reason = "cancelled"
-        if running and scheduler.running:
-            self._slots.plan(scheduler.running)
         return cancelled
 
     def _advance(self, scheduler: Scheduler) -> list[Sample]:
         """Admit what fits, decode a few steps, and return the samples that finished."""
+        cache, slots = self._awake().cache, self._awake().slots
         admission = scheduler.admit()
         if not scheduler.running:
-            # Only blocks kept for other prompts can be in the way: the pool holds the longest sequence and one more.
-            scheduler.unblock()
+            # Only prompts kept for waiting groups can be in the way: the pool holds the longest sequence and one block.
+            scheduler.drop_held_prompts()
             return []
-        cache = self._cache
-        assert cache is not None
         self._prefill(cache, admission.prefills)
         for length in sorted({n for _, _, n in admission.copies}):
             cache.copy([(s, d) for s, d, n in admission.copies if n == length], length)
         if admission.samples:
-            self._slots.fill(admission.samples, [sorted(s.end_ids) for s in admission.samples])
+            slots.fill(admission.samples)
         steps = scheduler.shortest_of(self._steps_per_read)
         while (victim := scheduler.next_victim(steps)) is not None:
-            scheduler.preemptions += 1
-            self._move(scheduler.requeue([victim]))
-        running = scheduler.running
-        self._slots.sync_tables(running)
-        self._slots.plan(running)
-        return self._decode(scheduler, cache, steps)
+            self.stats.preemptions += 1
+            self._follow(scheduler, scheduler.requeue([victim]))
+        slots.sync_tables(scheduler.running)
+        if scheduler.changed:
+            slots.plan(scheduler.running)
+            scheduler.changed = False
+        finished = self._decode(scheduler, cache, slots, steps)
+        self._follow(scheduler, scheduler.remove(finished))
+        return finished
 
     def _prefill(self, cache: KVCache, prefills: Sequence[tuple[Sequence[int], list[int]]]) -> None:
         start = 0
@@ -278,33 +292,31 @@ class NativeEngine:
         self._decoder.prefill(cache, ids.to(device), positions.to(device), tables.to(device), lengths)
         self.stats.prefilled_tokens += sum(lengths)
 
-    def _decode(self, scheduler: Scheduler, cache: KVCache, steps: int) -> list[Sample]:
+    def _decode(self, scheduler: Scheduler, cache: KVCache, slots: Slots, steps: int) -> list[Sample]:
         running = scheduler.running
         length = max(s.cached for s in running) + 1
-        outputs = [self._slots.step(self._decoder, cache, len(running), length + i) for i in range(steps)]
+        outputs = [slots.step(self._decoder, cache, len(running), length + i) for i in range(steps)]
         # The only point where the host waits for the device.
         ids = torch.stack([step[0] for step in outputs]).tolist()
         logprobs = torch.stack([step[1] for step in outputs]).tolist()
         version = self.policy_version
-        for step in range(steps):
-            for sample, token_id, logprob in zip(running, ids[step], logprobs[step], strict=True):
+        for step_ids, step_logprobs in zip(ids, logprobs, strict=True):
+            for sample, token_id, logprob in zip(running, step_ids, step_logprobs, strict=True):
                 if sample.finish_reason is None:
                     sample.append(token_id, logprob, version)
                     self.stats.generated_tokens += 1
         self.stats.decode_steps += steps
-        finished = [s for s in running if s.finish_reason is not None]
-        if finished:
-            self._move(scheduler.remove(finished))
-        return finished
+        return [s for s in running if s.finish_reason is not None]
 
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Follow the scheduler's slot moves with the device state and, where rows belong to slots, the cache."""
+    def _follow(self, scheduler: Scheduler, moves: Sequence[tuple[int, int]]) -> None:
+        """Repeat the scheduler's slot moves in the device state and, where rows belong to slots, in the cache."""
+        if not moves:
+            return
+        state = self._awake()
         rows = self._layout == "rows"
-        if moves and rows:
-            assert self._cache is not None and self._scheduler is not None
-            length = max(self._scheduler.running[destination].cached for _, destination in moves) + 1
-            self._cache.copy(moves, min(length, self._max_model_len))
-        self._slots.move(moves, with_tables=not rows)
+        if rows:
+            state.cache.copy(moves, max(scheduler.running[destination].cached for _, destination in moves))
+        state.slots.move(moves, with_tables=not rows)
 
 
 def _new_tokens(samples: Sequence[Sample], before: Sequence[int]) -> Iterator[TokenEvent]:

@@ -120,7 +120,7 @@ def sample(
     if plan.all_greedy:
         top, ids = logits.max(-1)
         return ids, top - logits.logsumexp(-1)
-    top, best = logits.max(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
     # The CPU sums a row in order, so a token of weight 0 never raises the sum. A GPU scans in parallel and might by a
     # rounding; in double precision that rounding is too small to meet a 23-bit uniform.
@@ -129,6 +129,6 @@ def sample(
     # The first token whose cumulative weight exceeds u * total.
     ids = torch.searchsorted(cumulative, total * noise[:, None], right=True)
     if plan.any_greedy:
-        ids = torch.where((temperature == 0)[:, None], best, ids)
+        ids = torch.where((temperature == 0)[:, None], logits.argmax(-1, keepdim=True), ids)
     logprobs = logits.gather(1, ids).sub_(top).sub_(total.log().float())
     return ids[:, 0], logprobs[:, 0]

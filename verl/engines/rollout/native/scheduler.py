@@ -9,7 +9,7 @@ needs no code of its own. When blocks run out, the newest sample is put back to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,7 +61,8 @@ class Sample:
             self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        assert self.finish_reason is not None
+        if self.finish_reason is None:
+            raise RuntimeError("the sample still runs")
         return Completion(
             request_id=self.request.request_id,
             sample_index=self.sample_index,
@@ -262,7 +263,8 @@ class Scheduler:
         self.max_slots = max_slots
         self.running: list[Sample] = []
         self.waiting: deque[PromptGroup] = deque()
-        self.preemptions = 0
+        self.changed = False
+        """Set when samples enter or leave slots, for the engine to notice and clear."""
         self._admissions = 0
 
     def submit(self, samples: Iterable[Sample]) -> None:
@@ -290,6 +292,7 @@ class Scheduler:
             if group.waiting:
                 break
             self.waiting.popleft()
+        self.changed |= bool(out.samples)
         return out
 
     def shortest_of(self, limit: int) -> int:
@@ -307,12 +310,10 @@ class Scheduler:
                 self.memory.drop(held)
         return None
 
-    def unblock(self) -> bool:
-        """Nothing runs and nothing could be admitted: drop prompts kept for waiting groups. False if there were none."""
-        held = [group for group in self.waiting if group.blocks is not None]
-        for group in held:
+    def drop_held_prompts(self) -> None:
+        """Forget the prompts kept for waiting groups, to free their blocks or because the weights changed."""
+        for group in self.waiting:
             self.memory.drop(group)
-        return bool(held)
 
     def requeue(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
         """Put running samples back at the head of the queue, to be recomputed, oldest first; returns slot moves."""
@@ -323,6 +324,7 @@ class Scheduler:
 
     def remove(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
         """Take samples out of their slots and close the holes; returns (from, to) slot moves, all disjoint."""
+        self.changed |= bool(samples)
         leaving = set(map(id, samples))
         left = len(self.running) - len(leaving)
         movers = [s for s in self.running[left:] if id(s) not in leaving]
@@ -340,14 +342,12 @@ class Scheduler:
         del self.running[left:]
         return moves
 
-    def take_waiting(self, request_ids: Iterable[int] | None = None) -> list[Sample]:
-        """Remove waiting samples of these requests (all, when None) from the queue."""
-        chosen = None if request_ids is None else set(request_ids)
+    def take_waiting(self, request_ids: Collection[int]) -> list[Sample]:
+        """Remove waiting samples of these requests from the queue."""
         taken: list[Sample] = []
         for group in self.waiting:
-            leaving = [s for s in group.waiting if chosen is None or s.request.request_id in chosen]
-            taken += leaving
-            group.waiting = deque(s for s in group.waiting if s not in leaving)
+            taken += [s for s in group.waiting if s.request.request_id in request_ids]
+            group.waiting = deque(s for s in group.waiting if s.request.request_id not in request_ids)
             if not group.waiting:
                 self.memory.drop(group)
         self.waiting = deque(group for group in self.waiting if group.waiting)

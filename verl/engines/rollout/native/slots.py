@@ -31,11 +31,11 @@ class Slots:
         self._end_ids = torch.full((max_slots, 1), -1, dtype=torch.int64, device=device)
         self._num_table_blocks = [0] * max_slots
         self._plan = SamplingPlan(any_greedy=False, all_greedy=False, any_temperature=False, any_truncation=False)
-        self._any_min_tokens = False
+        self._suppressed_steps = 0
+        """Steps in which some sample is still under its `min_tokens`."""
 
-    def fill(self, samples: Sequence[Sample], end_ids: Sequence[Sequence[int]]) -> None:
-        """Write the slots of samples just admitted, which are consecutive. `end_ids`: what each may not sample yet
-        while it has fewer than `min_tokens`."""
+    def fill(self, samples: Sequence[Sample]) -> None:
+        """Write the slots of samples just admitted, which are consecutive."""
         ints, floats = [], []
         for s in samples:
             p = s.request.sampling
@@ -47,7 +47,8 @@ class Slots:
         first, last = samples[0].slot, samples[-1].slot + 1
         self._ints[:, first:last] = torch.tensor(ints, dtype=torch.int64).t().to(self._device)
         self._floats[:, first:last] = torch.tensor(floats, dtype=torch.float32).t().to(self._device)
-        width = max(1, *map(len, end_ids))
+        end_ids = [sorted(s.end_ids) for s in samples]
+        width = max(map(len, end_ids))
         if width > self._end_ids.shape[1]:
             wider = self._end_ids.new_full((self._end_ids.shape[0], width), -1)
             wider[:, : self._end_ids.shape[1]] = self._end_ids
@@ -96,15 +97,16 @@ class Slots:
             any_temperature=any(p.temperature not in (0, 1) for p in params),
             any_truncation=any(p.temperature != 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0) for p in params),
         )
-        self._any_min_tokens = any(len(s.token_ids) < s.request.sampling.min_tokens for s in samples)
+        self._suppressed_steps = max(p.min_tokens - len(s.token_ids) for p, s in zip(params, samples, strict=True))
 
     def step(self, decoder: Decoder, cache: KVCache, num_running: int, length: int) -> tuple[Tensor, Tensor]:
         """One token of each running sample: (token ids [S], log-probs [S]). `length` bounds the cached positions."""
         ints, floats = self._ints[:, :num_running], self._floats[:, :num_running]
         tokens, positions, counts, keys, top_k, min_tokens = ints
         logits = decoder.decode(cache, tokens, positions, self._tables[:num_running], length)
-        if self._any_min_tokens:
-            suppress(logits, self._end_ids[:num_running], counts < min_tokens - 1)
+        if self._suppressed_steps > 0:
+            self._suppressed_steps -= 1
+            suppress(logits, self._end_ids[:num_running], counts < min_tokens)
         ids, logprobs = sample(
             logits,
             uniforms(keys, counts),
