@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -46,7 +47,7 @@ class WandbTracker:
         except ImportError as error:
             raise MissingExtraError("wandb", "tracking") from error
         id_file = run_dir / "wandb_id.txt"
-        run_id = id_file.read_text() if resumed_step and id_file.is_file() else wandb.util.generate_id()
+        run_id = id_file.read_text() if resumed_step and id_file.is_file() else uuid.uuid4().hex
         id_file.write_text(run_id)
         self._run = wandb.init(
             project=tracking.project,
