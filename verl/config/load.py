@@ -115,6 +115,10 @@ class _View:
         setting = self.settings.by_key.get(key)
         return setting is not None and setting.source >= self.source
 
+    def outranked(self, key: str) -> bool:
+        setting = self.settings.by_key.get(key)
+        return setting is not None and setting.source > self.source
+
     def value(self, key: str) -> Any:
         setting = self.settings.by_key.get(key)
         return FIELDS[key].default if setting is None else coerce(key, setting.value, setting.name)
@@ -131,10 +135,11 @@ def _resolve(written: Mapping[str, Written], resets: set[str], *, require: Itera
             del settings.by_key[key]
     values = {}
     for key, setting in settings.by_key.items():
+        as_written = f"{setting.name}={written[setting.name].value}"
         if get_origin(FIELDS[key].type) is Literal:  # some choices are only known as not supported yet
-            refuse_unsupported(key, setting.value, setting.name)
+            refuse_unsupported(key, setting.value, as_written)
         values[key] = coerce(key, setting.value, setting.name)
-        refuse_unsupported(key, values[key], setting.name)
+        refuse_unsupported(key, values[key], as_written)
     for line in _report(written, settings, outcomes):
         printer(f"config: {line}")
     config = build_config(values)

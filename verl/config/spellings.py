@@ -20,6 +20,10 @@ class Context(Protocol):
         """Whether the canonical key was set, by any spelling handled before, in the same source or a stronger one."""
         ...
 
+    def outranked(self, key: str) -> bool:
+        """Whether a stronger source sets the canonical key, so that this row's value for it counts for nothing."""
+        ...
+
     def value(self, key: str) -> Any:
         """The canonical key's value: what was set, else the default."""
         ...
@@ -105,6 +109,8 @@ def _total_length(key: str, value: Any, context: Context) -> Outcome:
     prompt_key, response_key = "data.max_prompt_length", "data.max_response_length"
     if isinstance(value, bool) or not isinstance(value, int) or value < 2:
         raise ConfigError(f"{key}={value!r}: expected a whole number of at least 2; write for example {key}=1024")
+    if context.outranked(prompt_key) and context.outranked(response_key):
+        return Outcome(note=f"no effect, {prompt_key} and {response_key} are given")
     prompt = context.value(prompt_key) if context.given(prompt_key) else None
     response = context.value(response_key) if context.given(response_key) else None
     if prompt is None:

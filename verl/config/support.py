@@ -51,7 +51,7 @@ NOT_YET: dict[str, NotYet] = {
     "training.runtime": NotYet(refuses=_is_one_of("ray"), instead="use local"),
     "training.max_policy_lag": NotYet(refuses=bool, instead="set it to 0: rollouts are synchronous"),
     "tools.names": NotYet(refuses=bool, instead="leave it empty"),
-    "multi_turn.enable": NotYet(refuses=bool, instead="set it to false: episodes have one turn"),
+    "multi_turn.enable": NotYet(refuses=bool, instead=_NO_TURNS),
     "parallel.tensor_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "parallel.pipeline_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "parallel.data_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
@@ -97,12 +97,12 @@ NOT_YET: dict[str, NotYet] = {
 """Key, canonical or foreign -> the values refused. Other values of a foreign key ask for what happens anyway."""
 
 
-def refuse_unsupported(key: str, value: Any, name: str = "") -> None:
+def refuse_unsupported(key: str, value: Any, written: str = "") -> None:
     """Raise ConfigError when `key=value` asks for something this version does not have.
 
     Args:
-        name: what the user wrote instead of `key`, for the message.
+        written: `name=value` as the user wrote it, where that differs, for the message.
     """
     row = NOT_YET.get(key)
     if row is not None and row.refuses(value):
-        raise ConfigError(f"{name or key}={value} is understood but not supported in this version; {row.instead}")
+        raise ConfigError(f"{written or f'{key}={value}'} is understood but not supported in this version; {row.instead}")
