@@ -47,7 +47,7 @@ _CURRENCY = "$€£¥"
 _ALTERED = re.compile(
     r"[²³^√π]|[xyzkKMBi](?![A-Za-z])|[eE][-+]?[0-9]|/[A-Za-z](?![A-Za-z])|[/:][0-9]|/\(|\s?\\(?:sqrt|pi|times|cdot|pm|div)(?![A-Za-z])"
 )
-_LEADS_IN = re.compile(r"(?:√|\\sqrt\{|[0-9]:|(?<![A-Za-z])[A-Za-z]\s?[-+*/]\s?)$")
+_LEADS_IN = re.compile(r"(?:√|\\sqrt\{|\\f?box(?:ed)?\{\$?|[0-9]:|(?<![A-Za-z])[A-Za-z]\s?[-+*/]\s?)$")
 # Between two numbers: both are offered, or the second is an operand and no result.
 _JOINED = re.compile(
     rf"\s*%?\s*(?:[A-Za-z]{{1,20}}\s{{1,3}})?(?:or|and|to|through|plus|minus|times|[-+*/×÷x^,&])\s*[{_CURRENCY}(\-]*\s*",

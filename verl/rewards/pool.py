@@ -31,6 +31,8 @@ from verl.rewards.worker import HEADER
 
 START_DEADLINE_S = 120.0
 """Time for a process to start and import the reward function (which may import torch or sympy)."""
+MAX_FAILED_STARTS = 3
+"""In a row, of a function that has been imported before."""
 
 # The driver's exact search path, so that what can be imported here can be imported there.
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
@@ -150,6 +152,8 @@ class ScoringPool:
         """Columns a TRL-style function cannot do without."""
         self._first_message = pickle.dumps((function, dict(function_kwargs or {}), timeout_s))
         self._function = function
+        self._was_ready = False
+        self._failed_starts = 0
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -173,8 +177,10 @@ class ScoringPool:
             pending = deque(range(len(requests)))
             try:
                 while len(outcomes) < len(requests):
-                    for worker in self._workers:
-                        if worker.state == "idle":
+                    for worker in [w for w in self._workers if w.state == "idle"]:
+                        if worker.process.poll() is not None:
+                            self._replace(worker)  # it died between two calls: no sample is to blame
+                        else:
                             self._begin_next(worker, requests, pending, outcomes)
                     if len(outcomes) < len(requests):
                         self._step(outcomes)
@@ -260,17 +266,20 @@ class ScoringPool:
             raise UserError(message[1])
         else:
             self.required_columns = message[1]
+            self._was_ready, self._failed_starts = True, 0
         worker.state = "idle"
 
     def _bury(self, worker: _Worker, outcomes: dict[int, ScoreOutcome]) -> None:
-        state = worker.state
         # The pipe closes a moment before the exit status is there.
-        status = self._replace(worker, grace_s=1.0) if state != "starting" else worker.process.wait()
+        status = self._replace(worker, grace_s=1.0)
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        if state == "starting":
-            raise UserError(f"reward.function {self._function!r}: the process that imports it died ({how})")
-        if state == "busy":
+        if worker.state == "busy":
             outcomes[worker.index] = ScoreOutcome(failure=f"the scoring process died ({how})", kind="died")
+        elif worker.state == "starting":
+            # Where the function has been imported before, something from outside killed this process: try again.
+            self._failed_starts += 1
+            if not self._was_ready or self._failed_starts > MAX_FAILED_STARTS:
+                raise UserError(f"reward.function {self._function!r}: the process that imports it died ({how})")
 
 
 def _shut_down(workers: list[_Worker], selector: selectors.BaseSelector) -> None:

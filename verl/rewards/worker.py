@@ -24,7 +24,7 @@ from verl.rewards.outcome import ScoreOutcome, read_result
 
 HEADER = struct.Struct("<Q")
 # The driver kills a call at its deadline. This many seconds later the kernel does, should the driver be gone.
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 
 
 def main() -> None:
