@@ -56,11 +56,12 @@ class TrainEngine(Protocol):
 
     device: torch.device
 
-    def compute(self, batch: TokenBatch, *, entropy: bool = False) -> ModelOutputs:
-        """Without gradient: log-probs (and entropy) of a language model, or values of a value model, on the CPU."""
+    def compute(self, batch: TokenBatch, *, entropy: bool = False, all_tokens: bool = False) -> ModelOutputs:
+        """Without gradient: log-probs (and entropy) of a language model, or values of a value model, on the CPU.
+        They are computed where `loss_mask` is True, or with `all_tokens` at every token that has a prefix; 0 elsewhere."""
         ...
 
-    def forward_backward(self, batch: TokenBatch, loss: Loss, *, count: float | None = None) -> Metrics:
+    def forward_backward(self, batch: TokenBatch, loss: Loss, *, count: float | None = None, all_tokens: bool = False) -> Metrics:
         """Accumulate d(loss sum / count) over micro-batches. `count` defaults to `loss.count(batch)`;
         the driver passes the global one when the batch is one rank's share."""
         ...
