@@ -217,7 +217,7 @@ def comparison_table(summaries: Sequence[EvalSummary]) -> str:
         if s.majority is not None:
             lines += _wrapped(_several(s), indent="  ", width=sum(widths))
     lines.append("[ ]: 95 % interval · steps: distinct lines or sentences that reason with numbers")
-    lines.append("complete: ended by itself and states a final answer")
+    lines.append("complete: ended by itself and states a final answer · n: problems×samples")
     return "\n".join(lines)
 
 
@@ -278,7 +278,9 @@ def _pass_at_powers(groups: Sequence[Sequence[Trajectory]], size: int) -> dict[i
 
 
 def _counts(s: EvalSummary) -> str:
-    return f"n={s.n}" if s.num_samples == s.n else f"n={s.n}, {s.num_samples} samples"
+    if s.num_samples % s.n:
+        return f"n={s.n} ({s.num_samples})"
+    return f"n={s.n}" if s.num_samples == s.n else f"n={s.n}×{s.num_samples // s.n}"
 
 
 def _several(s: EvalSummary) -> list[str]:
