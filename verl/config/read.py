@@ -156,15 +156,15 @@ def _parse_override(text: str) -> tuple[str, Any, bool]:
     """key, value and whether it is a deletion."""
     from hydra.errors import HydraException
 
+    malformed = ConfigError(
+        f"override {text!r} is not key=value; quote values that hold spaces or special characters: \"key='a value'\""
+    )
     try:
         override = _override_parser().parse_override(text)
-        malformed = not override.key_or_group
     except HydraException:
-        malformed = True
-    if malformed:
-        raise ConfigError(
-            f"override {text!r} is not key=value; quote values that hold spaces or special characters: \"key='a value'\""
-        )
+        raise malformed from None
+    if not override.key_or_group:
+        raise malformed
     if override.is_sweep_override():
         raise ConfigError(f"override {text!r} lists several runs; write a list as [a,b], or quote text that holds a comma")
     key = override.key_or_group if override.package is None else f"{override.key_or_group}@{override.package}"
