@@ -62,7 +62,13 @@ def test_unknown_architecture_is_one_clear_line() -> None:
 def test_length_dependent_rope_is_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     config = Qwen3Config(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8, rope_parameters=rope
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=8,
+        rope_parameters=rope,
     )
     with pytest.raises(UserError, match="rope_type='dynamic'"):
         make_engine(Qwen3ForCausalLM(config))

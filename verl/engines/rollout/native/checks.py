@@ -25,7 +25,7 @@ def check_requests(requests: Sequence[GenerationRequest], *, max_model_len: int,
             raise UserError(
                 f"request {name} holds token id {bad}, outside the model's vocabulary of {vocab_size}; check the tokenizer"
             )
-        _check_sampling(sampling, name)
+        _check_sampling(sampling, name, vocab_size)
         if len(ids) + sampling.max_tokens > max_model_len:
             raise UserError(
                 f"request {name}: prompt of {len(ids)} tokens plus max_tokens={sampling.max_tokens} exceeds "
@@ -35,7 +35,7 @@ def check_requests(requests: Sequence[GenerationRequest], *, max_model_len: int,
             raise UserError(f"stop={list(sampling.stop)} needs a tokenizer; give the engine one or use stop_token_ids")
 
 
-def _check_sampling(p: SamplingParams, name: int) -> None:
+def _check_sampling(p: SamplingParams, name: int, vocab_size: int) -> None:
     rules = (
         (p.max_tokens >= 1, "max_tokens", p.max_tokens, "1 or more"),
         (p.n >= 1, "n", p.n, "1 or more"),
@@ -45,6 +45,12 @@ def _check_sampling(p: SamplingParams, name: int) -> None:
         (0 <= p.min_p <= 1, "min_p", p.min_p, "from 0 to 1"),
         (0 <= p.min_tokens <= p.max_tokens, "min_tokens", p.min_tokens, f"from 0 to max_tokens={p.max_tokens}"),
         (all(p.stop), "stop", list(p.stop), "non-empty strings"),
+        (
+            all(0 <= i < vocab_size for i in p.stop_token_ids),
+            "stop_token_ids",
+            list(p.stop_token_ids),
+            f"ids from 0 to {vocab_size - 1}",
+        ),
     )
     for holds, field, value, allowed in rules:
         if not holds:

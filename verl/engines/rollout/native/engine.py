@@ -92,7 +92,9 @@ class NativeEngine:
         self._max_model_len = max_model_len
         self._max_num_seqs, self._num_blocks = self._size_cache(max_num_seqs, cache_tokens)
         self._seed = seed
-        self._eos = tuple(dict.fromkeys(_default_eos(module, tokenizer) if eos_token_ids is None else eos_token_ids))
+        eos = _default_eos(module, tokenizer) if eos_token_ids is None else eos_token_ids
+        # A tokenizer may know ids that the model has no logit for.
+        self._eos = tuple(i for i in dict.fromkeys(eos) if i < self._spec.vocab_size)
         self._steps_per_read = 1 if device.type == "cpu" else STEPS_PER_READ
         self._lock = threading.RLock()
         self._cancelled: set[int] = set()
