@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -164,9 +164,9 @@ class PromptDataset(Sequence[EncodedPrompt]):
     def __iter__(self) -> Iterator[EncodedPrompt]:
         return (self[i] for i in range(len(self)))
 
-    def batch(self, indices: Iterable[int]) -> list[EncodedPrompt]:
+    def batch(self, indices: Sequence[int]) -> list[EncodedPrompt]:
         """Several prompts, tokenised in one call."""
-        prompts = [self.prompt(int(i)) for i in indices]
+        prompts = [self.prompt(i) for i in indices]
         encoded = encode_prompts(self.tokenizer, prompts, model=self.model, tools=self.tools)
         return [EncodedPrompt(prompt=p, token_ids=tuple(ids)) for p, ids in zip(prompts, encoded, strict=True)]
 

@@ -10,33 +10,39 @@ whole state is one number, and position costs nothing to restore.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from verl.data.datasets import PromptDataset
+from verl.data.batch import TokenBatch
 from verl.data.types import EncodedPrompt
 from verl.errors import DataError, UserError
 
+Batch_co = TypeVar("Batch_co", covariant=True)
 Batch = TypeVar("Batch")
 
 
+class BatchSource(Protocol[Batch_co]):
+    """A data set that makes batches out of row numbers."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> Batch_co: ...
+
+
 class SeededLoader(Generic[Batch]):
-    """Batches of `fetch(row numbers)`, prepared ahead in a background thread.
+    """Batches of a data set, prepared ahead in a background thread.
 
     Iterating goes on from the position it has (0, or what `load_state_dict` gave). Used in a `with`
     statement, leaving the block ends the thread; a loop that runs to its end does so too.
     """
 
-    batch_size_key = "data.train_batch_size"
-
     def __init__(
         self,
-        num_rows: int,
+        dataset: BatchSource[Batch],
         batch_size: int,
-        fetch: Callable[[Sequence[int]], Batch],
         *,
         seed: int,
         shuffle: bool = True,
@@ -52,9 +58,10 @@ class SeededLoader(Generic[Batch]):
         Raises:
             DataError: fewer rows than a batch.
         """
+        num_rows = len(dataset)
         if num_rows < batch_size:
             raise DataError(
-                f"{self.batch_size_key}={batch_size} is more than the {num_rows} rows of the data set; "
+                f"data.train_batch_size={batch_size} is more than the {num_rows} rows of the data set; "
                 f"set it to {num_rows} or less, or add rows"
             )
         self.num_rows = num_rows
@@ -62,7 +69,7 @@ class SeededLoader(Generic[Batch]):
         self.seed = seed
         self.shuffle = shuffle
         self.prefetch = prefetch
-        self._fetch = fetch
+        self._dataset = dataset
         limits = [total_steps, None if max_epochs is None else max_epochs * num_rows // batch_size]
         self.num_steps: int | None = min((limit for limit in limits if limit is not None), default=None)
         """Batches from beginning to end; None: no end."""
@@ -105,7 +112,7 @@ class SeededLoader(Generic[Batch]):
 
     def _in_line(self, step: int) -> Iterator[tuple[int, Batch]]:
         while self.num_steps is None or step < self.num_steps:
-            yield step, self._fetch(self.batch_indices(step))
+            yield step, self._dataset.batch(self.batch_indices(step))
             step += 1
 
     def _prefetched(self, step: int) -> Iterator[tuple[int, Batch]]:
@@ -114,7 +121,7 @@ class SeededLoader(Generic[Batch]):
         try:
             while True:
                 while len(waiting) <= self.prefetch and (self.num_steps is None or step < self.num_steps):
-                    waiting.append((step, pool.submit(self._fetch, self.batch_indices(step))))
+                    waiting.append((step, pool.submit(self._dataset.batch, self.batch_indices(step))))
                     step += 1
                 if not waiting:
                     return
@@ -162,26 +169,8 @@ class SeededLoader(Generic[Batch]):
 
 
 class PromptLoader(SeededLoader[list[EncodedPrompt]]):
-    """Lists of `batch_size` encoded prompts; the contract is `SeededLoader`'s."""
+    """Lists of `batch_size` encoded prompts of a `verl.data.datasets.PromptDataset`."""
 
-    def __init__(
-        self,
-        dataset: PromptDataset,
-        batch_size: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        prefetch: int = 2,
-        max_epochs: int | None = None,
-        total_steps: int | None = None,
-    ) -> None:
-        super().__init__(
-            len(dataset),
-            batch_size,
-            dataset.batch,
-            seed=seed,
-            shuffle=shuffle,
-            prefetch=prefetch,
-            max_epochs=max_epochs,
-            total_steps=total_steps,
-        )
+
+class SFTLoader(SeededLoader[TokenBatch]):
+    """TokenBatches of `batch_size` rows of a `verl.data.sft.SFTDataset`: columns input_ids and loss_mask."""

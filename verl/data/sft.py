@@ -14,7 +14,6 @@ from verl.config.schema import DataConfig, ModelConfig
 from verl.data.batch import TokenBatch
 from verl.data.chat import SFTText, encode_sft_texts, split_dialogue
 from verl.data.datasets import ANSWER_COLUMNS, PROMPT_COLUMNS, as_messages, find_column, keep_short, lookup, prompt_of
-from verl.data.loader import SeededLoader
 from verl.data.rows import Row, Rows, Split, load_rows
 from verl.errors import DataError
 
@@ -145,29 +144,3 @@ def load_sft_dataset(
         lengths=token_counts[kept],
         num_dropped=len(rows) - len(kept),
     )
-
-
-class SFTLoader(SeededLoader[TokenBatch]):
-    """TokenBatches of `batch_size` rows; the contract is `SeededLoader`'s."""
-
-    def __init__(
-        self,
-        dataset: SFTDataset,
-        batch_size: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        prefetch: int = 2,
-        max_epochs: int | None = None,
-        total_steps: int | None = None,
-    ) -> None:
-        super().__init__(
-            len(dataset),
-            batch_size,
-            dataset.batch,
-            seed=seed,
-            shuffle=shuffle,
-            prefetch=prefetch,
-            max_epochs=max_epochs,
-            total_steps=total_steps,
-        )
