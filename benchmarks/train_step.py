@@ -6,7 +6,8 @@
 The reference is what most trainers do: sequences padded to the longest, `model(input_ids, attention_mask)` with
 SDPA, logits of the response positions, `log_softmax`, backward, `torch.optim.AdamW`. Both sides train the same
 weights on the same tokens with a REINFORCE-like loss; response lengths are uniform in [response / 2, response]
-unless --fixed-length. Runs alternate, medians are printed.
+unless --fixed-length. Runs alternate, medians are printed. With `--threads 1` they are CPU seconds of the
+process, which other work on the machine disturbs least; else seconds by the clock.
 """
 
 from __future__ import annotations
@@ -127,12 +128,13 @@ def packed_step(folder: str, batch: TokenBatch, args: argparse.Namespace) -> Cal
     return step
 
 
-def timed(step: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
+def timed(step: Callable[[], None], args: argparse.Namespace) -> float:
+    clock = time.process_time if args.threads == 1 and args.device == "cpu" else time.perf_counter
+    start = clock()
     step()
-    if device == "cuda":
+    if args.device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
@@ -143,10 +145,13 @@ def main() -> None:
     parser.add_argument("--fixed-length", action="store_true")
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--large", action="store_true", help="a 0.6B model instead of the two tiny ones")
     parser.add_argument("--profile", action="store_true", help="print the operators that take longest instead")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
 
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -166,7 +171,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in steps}
         for repeat in range(args.repeats + 1):
             for name, step in steps.items():
-                seconds = timed(step, args.device)
+                seconds = timed(step, args)
                 if repeat:  # the first run of each warms up
                     times[name].append(seconds)
         packed, padded = (statistics.median(times[name]) for name in ("packed", "padded"))

@@ -1,6 +1,6 @@
 """The PyTorch training engine, at world size 1: one model on one device, no process group.
 
-Sharding wraps the module between `_load` and the optimizer; everything after sees named parameters only.
+Sharding will wrap the module between loading and the optimizer; everything after sees named parameters only.
 
 Shapes: T tokens of a (micro-)batch laid end to end, N scored positions, D hidden, V vocabulary.
 """
