@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import csv
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -28,6 +29,8 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test
 """File names that hold a split in a folder, the first that is there wins; `train-00000-of-00002` counts as `train`."""
 FIELDS: dict[Split, str] = {"train": "data.train_files", "test": "data.val_files"}
 """The setting an error about a file names."""
+SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
+"""What `datasets` leaves in a folder it saved to."""
 
 
 class Table(Sequence[Row]):
@@ -165,7 +168,7 @@ def _open(file: str, split: Split) -> list[Table]:
         return [_hub_table(file, split)]
     path = Path(file).expanduser()
     if path.is_dir():
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        if any((path / mark).exists() for mark in SAVED_DATASET_FILES):
             return [_hub_table(f"hf:{path}", split)]
         found = split_files(path, split)
         if not found:
@@ -284,7 +287,7 @@ def _check_object(row: Any, where: str) -> None:
 def _hub_table(file: str, split: Split) -> Table:
     """`hf:NAME[@CONFIG][:SPLIT]`: a saved data set when NAME is a path, else a data set of the hub."""
     try:
-        import datasets
+        datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(f"{FIELDS[split]}: {file} needs the package datasets; run: pip install datasets") from error
     field = FIELDS[split]
@@ -296,7 +299,10 @@ def _hub_table(file: str, split: Split) -> Table:
     if not local and not hub_reachable():
         datasets.config.HF_HUB_OFFLINE = True
     try:
-        data = _load_hub(name, config or None, local)
+        if local and any((Path(name).expanduser() / mark).exists() for mark in SAVED_DATASET_FILES):
+            data = datasets.load_from_disk(str(Path(name).expanduser()))
+        else:
+            data = datasets.load_dataset(name, config or None)
     except Exception as error:  # The library raises a dozen types, its own and its dependencies'.
         hint = "" if local or hub_reachable() else "; the hub cannot be reached: give a local file instead"
         raise DataError(f"{field}: {file} cannot be loaded: {_first_line(error)}{hint}") from error
@@ -307,14 +313,6 @@ def _hub_table(file: str, split: Split) -> Table:
         data = data[choices[0]]
     data = data.with_format("arrow")
     return Table(_ArrowRows(data[:]), stem=Path(name).name, source=file)
-
-
-def _load_hub(name: str, config: str | None, local: bool) -> Any:
-    import datasets
-
-    if local and any((Path(name).expanduser() / file).exists() for file in ("dataset_dict.json", "state.json")):
-        return datasets.load_from_disk(str(Path(name).expanduser()))
-    return datasets.load_dataset(name, config)
 
 
 def _first_line(error: Exception) -> str:

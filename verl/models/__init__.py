@@ -1,0 +1,1 @@
+"""Model files: conversion into Hugging Face folders."""
