@@ -38,7 +38,7 @@ test-gpu: $(STAMP)  ## tests that need a CUDA GPU
 lint: $(STAMP)  ## style, formatting, types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyright
+	$(PY) -m pyright --pythonpath $(PY)
 
 format: $(STAMP)  ## mend style and formatting
 	$(PY) -m ruff check --fix .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 def rng_state() -> dict[str, Any]:
     """State of Python's, NumPy's and torch's global generators, the CUDA devices' included; `json.dumps` takes it."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state(legacy=True))
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(words), gauss],

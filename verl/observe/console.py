@@ -135,7 +135,7 @@ def _new_display() -> Progress:
 
 
 @contextmanager
-def progress(description: str, total: float | None = None, *, completed: float = 0) -> Iterator[ProgressTask]:
+def progress(description: str, total: int | None = None, *, completed: int = 0) -> Iterator[ProgressTask]:
     """A progress bar on stderr while the block runs, below those of enclosing blocks; silent when stderr is no terminal.
 
     `total` None shows activity without an end. The block calls `.advance()`.
