@@ -92,6 +92,38 @@ def test_preemption_changes_no_sample() -> None:
     assert tight.blocks_in_use == 0
 
 
+def test_reading_tokens_every_few_steps_changes_nothing() -> None:
+    """What a GPU does to avoid waiting for it after each token: tokens past an end are made and thrown away."""
+    model, tokenizer = tiny_model(), letters()
+    params = SamplingParams(max_tokens=29, n=3, seed=3, temperature=1.5, min_tokens=3, stop=("Gx",))
+    asked = requests_of(prompts(9, 13, 5, 1), params)
+    expected = make_engine(model, tokenizer, max_num_seqs=12).generate(asked)
+    assert {c.finish_reason for c in expected} == {"stop", "length"}
+    for options in ({"layout": "rows", "max_num_seqs": 5}, {"layout": "paged", "cache_tokens": 64}):
+        engine = make_engine(model, tokenizer, **options)
+        engine._steps_per_read = 8
+        completions = engine.generate(asked)
+        assert by_sample(completions) == by_sample(expected)
+        assert [c.finish_reason for c in completions] == [c.finish_reason for c in expected]
+        assert engine.blocks_in_use == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mistral-window"])
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name).to("cuda", dtype)
+    asked = prompts(1, 9, 9, 30)
+    engine = make_engine(model, max_num_seqs=5)
+    completions = engine.generate(requests_of(asked, SamplingParams(max_tokens=20, n=4, seed=0)))
+    assert len(completions) == 16 and engine.blocks_in_use == 0
+    # The reference in fp32 on the CPU; rounding bf16 logits of size 10 is worth about 0.05.
+    reference = tiny_model(name)
+    reference.load_state_dict({key: value.float().cpu() for key, value in model.state_dict().items()})
+    errors = torch.tensor([logprob_error(reference, asked[c.request_id], c) for c in completions])
+    assert errors.mean() < (1e-3 if dtype == torch.float32 else 0.5)
+
+
 def test_seeds() -> None:
     model = tiny_model()
     asked = prompts(6, 6)

@@ -9,16 +9,17 @@ M hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl.engines.rollout.native.attention import causal_bias, decode_attention, prefill_attention
+from verl.engines.rollout.native.attention import causal_bias, decode_attention
 from verl.engines.rollout.native.cache import KVCache
 from verl.engines.rollout.native.spec import DecoderSpec, rope_tables
+from verl.engines.train.attention import Packing, packed_attention
 
 
 class Linear(NamedTuple):
@@ -96,25 +97,25 @@ class Decoder:
         weight = norm.weight.detach()
         return weight + self.spec.norm_offset if self.spec.norm_offset else weight
 
-    def prefill(self, cache: KVCache, tokens: Tensor, positions: Tensor, tables: Tensor, lengths: Sequence[int]) -> None:
-        """Put packed prompts into the cache. `tokens`, `positions` [T]; `tables` [T, blocks], each token's own row;
-        `lengths` of the prompts, summing to T. Nothing is returned: decoding starts from a prompt's last token,
-        which is left out here, so that all samples of a prompt share what this computes and the output projection
-        is never applied to a prompt."""
+    def prefill(self, cache: KVCache, tokens: Tensor, tables: Tensor, packing: Packing) -> None:
+        """Put packed prompts into the cache. `tokens` [T]; `tables` [T, blocks], for each token its prompt's row.
+
+        Nothing is returned: decoding starts from a prompt's last token, which is left out here, so that all samples
+        of a prompt share what this computes and the output projection is never applied to a prompt.
+        """
         spec = self.spec
-        h = spec.num_heads
+        h, k = spec.num_heads, spec.num_kv_heads
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            return prefill_attention(
-                qkv[:, :h],
-                qkv[:, h : h + spec.num_kv_heads],
-                qkv[:, h + spec.num_kv_heads :],
-                lengths,
+            return packed_attention(
+                *qkv.split((h, k, k), 1),
+                packing,
                 scale=spec.attention_scale,
-                softcap=spec.attention_softcap,
                 window=spec.windows[layer],
-            )
+                softcap=spec.attention_softcap,
+            ).flatten(1)
 
+        positions = packing.position_ids[0]
         self._run(cache, tokens, positions, cache.addresses(tables, positions), attend, keep_output=False)
 
     def decode(self, cache: KVCache, tokens: Tensor, positions: Tensor, tables: Tensor, length: int) -> Tensor:

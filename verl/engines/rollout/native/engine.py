@@ -21,6 +21,7 @@ from verl.engines.rollout.native.scheduler import Memory, PagedMemory, RowMemory
 from verl.engines.rollout.native.slots import Slots
 from verl.engines.rollout.native.spec import DecoderSpec
 from verl.engines.rollout.native.stops import StopStrings
+from verl.engines.train.attention import Packing
 from verl.errors import UserError
 
 STEPS_PER_READ = 8
@@ -290,8 +291,7 @@ class NativeEngine:
         tables = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for _, blocks in prefills])
         tables = tables.repeat_interleave(torch.tensor(lengths), 0)
         ids = torch.tensor([token for tokens, _ in prefills for token in tokens])
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        self._decoder.prefill(cache, ids.to(device), positions.to(device), tables.to(device), lengths)
+        self._decoder.prefill(cache, ids.to(device), tables.to(device), Packing(lengths, device))
         self.stats.prefilled_tokens += sum(lengths)
 
     def _decode(self, scheduler: Scheduler, cache: KVCache, slots: Slots, steps: int) -> list[Sample]:
