@@ -109,20 +109,38 @@ def render(
             "or data.apply_chat_template=false to give the prompts as plain text"
         )
     options = {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
-    try:
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]
-            [dict(message) for message in messages],
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **options,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-        roles = ", ".join(str(message["role"]) for message in messages)
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(
-            f"{where}: the chat template refuses the messages ({roles}): {reason}; change the row or the template"
-        ) from error
+    # Templates of models that see images read lists of typed parts; a plain string they refuse or pass over in silence.
+    problem: Exception | None = None
+    for chat in ([dict(message) for message in messages], [_with_parts(message) for message in messages]):
+        try:
+            text = tokenizer.apply_chat_template(
+                chat,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **options,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            problem = problem or error
+            continue
+        if _shows_user_texts(messages, text):
+            return text
+    if problem is None:
+        raise DataError(f"{where}: the chat template leaves out what the user says; change the row or set model.chat_template")
+    roles = ", ".join(str(message["role"]) for message in messages)
+    reason = str(problem).strip().split("\n")[0]
+    raise DataError(
+        f"{where}: the chat template refuses the messages ({roles}): {reason}; change the row or set model.chat_template"
+    ) from problem
+
+
+def _with_parts(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+def _shows_user_texts(messages: Sequence[Message], text: str) -> bool:
+    return all(m["content"].strip() in text for m in messages if m["role"] == "user" and isinstance(m.get("content"), str))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +211,7 @@ def split_dialogue(
             if turn == turns[-1]:
                 raise DataError(
                     f"{where}: the chat template renders the last answer otherwise than after its generation prompt, so its "
-                    "tokens cannot be told apart; set model.chat_template to one made for training"
+                    "tokens cannot be told apart; set model.enable_thinking=false, or model.chat_template to one made for training"
                 )
             skipped += 1
             continue

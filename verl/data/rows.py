@@ -309,7 +309,7 @@ def _hub_table(file: str, split: Split) -> Table:
     if isinstance(data, dict):
         choices = [wanted] if wanted else [name for name in SPLIT_NAMES[split] if name in data]
         if not choices or choices[0] not in data:
-            raise DataError(f"{field}: {file} has no split {wanted or split!r}; it has {', '.join(data)}")
+            raise DataError(f"{field}: {file} has no split {wanted or split}; it has {', '.join(data)}")
         data = data[choices[0]]
     data = data.with_format("arrow")
     return Table(_ArrowRows(data[:]), stem=Path(name).name, source=file)
