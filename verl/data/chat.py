@@ -211,7 +211,7 @@ def split_dialogue(
             if turn == turns[-1]:
                 raise DataError(
                     f"{where}: the chat template renders the last answer otherwise than after its generation prompt, so its "
-                    "tokens cannot be told apart; set model.enable_thinking=false, or model.chat_template to one made for training"
+                    "tokens cannot be told apart; set model.enable_thinking=false, or a model.chat_template made for training"
                 )
             skipped += 1
             continue
