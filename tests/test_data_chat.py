@@ -104,6 +104,16 @@ def test_a_template_for_typed_parts_gets_them_and_lost_text_is_an_error():
         encode_prompt(with_template("{{ messages[0].role }}"), "Hi you", data=DATA, model=MODEL)
 
 
+def test_tools_and_calls_that_a_template_drops_are_an_error(tokenizer):
+    tools = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
+    with pytest.raises(DataError, match="leaves out the tools"):
+        encode_prompt(tokenizer, "Hi", data=DATA, model=MODEL, tools=tools)
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"x": 1}}}
+    row = [*DIALOGUE[1:2], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(DataError, match="leaves out the tool calls of the assistant"):
+        encode_sft(tokenizer, row, model=MODEL)
+
+
 def test_a_template_that_refuses_is_one_line_with_the_row():
     tokenizer = with_template("{{ raise_exception('System role not supported') }}")
     prompt = Prompt(uid="train:7", messages=({"role": "system", "content": "x"}, {"role": "user", "content": "y"}))

@@ -236,6 +236,18 @@ def test_sft_batches_are_token_batches(write, tokenizer):
     assert batch.loss_mask.tolist() == dataset[2][1] + dataset[0][1]
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_sft_shows_the_tools_of_a_row(as_text, write):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    (encoded,) = sft(write({**row, "tools": json.dumps(tools) if as_text else tools}), tokenizer)
+    assert tokenizer.decode(encoded[0]).startswith("[calculator]")
+    with pytest.raises(DataError, match="column 'tools' must be a list of schemas"):
+        sft(write({**row, "tools": {"name": "x"}}), tokenizer)
+
+
 def test_sft_drops_overlong_rows_and_says_so(write, tokenizer, caplog):
     with caplog.at_level(logging.WARNING, logger="verl.data"):
         dataset = sft(

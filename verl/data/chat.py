@@ -111,6 +111,7 @@ def render(
     options = {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
     # Templates of models that see images read lists of typed parts; a plain string they refuse or pass over in silence.
     problem: Exception | None = None
+    lost = ""
     for chat in ([dict(message) for message in messages], [_with_parts(message) for message in messages]):
         try:
             text = tokenizer.apply_chat_template(
@@ -123,10 +124,11 @@ def render(
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             problem = problem or error
             continue
-        if _shows_user_texts(messages, text):
+        lost = _left_out(messages, tools or (), text)
+        if not lost:
             return text
-    if problem is None:
-        raise DataError(f"{where}: the chat template leaves out what the user says; change the row or set model.chat_template")
+    if lost:
+        raise DataError(f"{where}: the chat template leaves out {lost}; change the row or set model.chat_template")
     roles = ", ".join(str(message["role"]) for message in messages)
     reason = str(problem).strip().split("\n")[0]
     raise DataError(
@@ -139,8 +141,19 @@ def _with_parts(message: Message) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
-def _shows_user_texts(messages: Sequence[Message], text: str) -> bool:
-    return all(m["content"].strip() in text for m in messages if m["role"] == "user" and isinstance(m.get("content"), str))
+def _left_out(messages: Sequence[Message], tools: Tools, text: str) -> str:
+    """What a template does not know of and drops without a word: user texts, tool calls, tools; empty when all is there."""
+    for message in messages:
+        content = message.get("content")
+        if message["role"] == "user" and isinstance(content, str) and content.strip() not in text:
+            return "what the user says"
+        for call in message.get("tool_calls") or ():
+            if call.get("function", call)["name"] not in text:
+                return "the tool calls of the assistant"
+    for tool in tools:
+        if tool.get("function", tool)["name"] not in text:
+            return "the tools"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from verl.config.schema import DataConfig, ModelConfig
 from verl.data.batch import TokenBatch
-from verl.data.chat import SFTText, encode_sft_texts, split_dialogue
+from verl.data.chat import SFTText, Tools, encode_sft_texts, split_dialogue
 from verl.data.datasets import ANSWER_COLUMNS, PROMPT_COLUMNS, as_messages, find_column, keep_short, lookup, prompt_of
 from verl.data.rows import Row, Rows, Split, load_rows
 from verl.errors import DataError
@@ -47,7 +48,21 @@ def sft_text(row: Row, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig, 
         if text is not None:
             return SFTText(pieces=[(text, False), (response, True)], plain=True)
         messages = (*messages, {"role": "assistant", "content": response})
-    return split_dialogue(tokenizer, messages, model=model, tools=row.get("tools") or None, where=where)
+    return split_dialogue(tokenizer, messages, model=model, tools=_tools(row.get("tools"), where), where=where)
+
+
+def _tools(value: Any, where: str) -> Tools | None:
+    """The column `tools`: schemas as objects, or as JSON text, which is how parquet files tend to hold them."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{where}: column 'tools' is not JSON: {error}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{where}: column 'tools' must be a list of schemas, got {value!r:.60}")
+    return value
 
 
 def _is_dialogue(value: Any) -> bool:
