@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class PolicyLoss:
     Columns read: loss_mask, advantages; old_logprobs and ref_logprobs if there (the latter must be if kl_coef > 0).
     """
 
+    prefix: ClassVar[str] = "actor"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -161,6 +163,7 @@ class ValueLoss:
     Columns read: loss_mask, values (V_old), returns (R).
     """
 
+    prefix: ClassVar[str] = "critic"
     value_clip: float | None = 0.5
     coef: float = 1.0
 
@@ -201,6 +204,7 @@ class SFTLoss:
     Columns read: loss_mask.
     """
 
+    prefix: ClassVar[str] = "sft"
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = None
     """Tokens; the divisor of seq-mean-token-sum-norm."""

@@ -116,7 +116,7 @@ def rl_config(paths: QuickstartPaths, seed: int) -> dict[str, Any]:
 def compare(paths: QuickstartPaths, models: Mapping[str, str], seed: int) -> None:
     """Evaluate the stages on the held-out problems; print the table, write it and its plot."""
     from verl.config import config_from_dict
-    from verl.observe.evaluation import comparison_markdown, comparison_table
+    from verl.observe.evaluation import comparison_markdown, comparison_panels, comparison_table
     from verl.observe.plots import plot_comparison
     from verl.trainer.standalone import evaluate_model
 
@@ -125,7 +125,7 @@ def compare(paths: QuickstartPaths, models: Mapping[str, str], seed: int) -> Non
     print(comparison_table(summaries))
     (paths.root / "results.json").write_text(json.dumps([asdict(s) for s in summaries], indent=1))
     (paths.root / "table.md").write_text(comparison_markdown(summaries))
-    print(f"plot: {plot_comparison(summaries, paths.root / 'comparison.png')}")
+    print(f"plot: {plot_comparison(paths.root / 'comparison.png', comparison_panels(summaries))}")
 
 
 if __name__ == "__main__":

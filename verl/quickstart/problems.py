@@ -16,6 +16,7 @@ THINGS = ("apples", "books", "coins", "eggs", "flags", "marbles", "pens", "shell
 GAINS = ("finds {b} more", "buys {b} more", "gets {b} as a gift", "wins {b} more")
 LOSSES = ("loses {b}", "gives away {b}", "sells {b}", "breaks {b}")
 LARGEST = 9
+STEPS = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ def generate_problem(rng: random.Random) -> WordProblem:
     have = rng.randint(1, LARGEST)
     text = [f"{name} has {have} {thing}."]
     lines = []
-    steps = rng.choice((1, 2))
+    steps = rng.choice(STEPS)
     for _ in range(steps):
         gains = have < 2 or (have <= LARGEST and rng.random() < 0.5)
         amount = rng.randint(1, LARGEST if gains else min(have, LARGEST))

@@ -33,11 +33,8 @@ def configure(
     Raises:
         ConfigError: in one line, as `load_config` does.
     """
-    values = _sections_of(model_config)
-    for keys in (config or {}, _shorthands(train_files, val_files, reward_function), given):
-        for key, value in flatten(keys).items():
-            values[key] = value
-    return config_from_dict(values, require=("model.path",))
+    shorthands = _shorthands(train_files, val_files, reward_function)
+    return config_from_dict(_sections_of(model_config), config or {}, shorthands, given, require=("model.path",))
 
 
 def _sections_of(model_config: Config | str | Path | Mapping[str, Any]) -> dict[str, Any]:

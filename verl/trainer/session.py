@@ -59,6 +59,8 @@ class RunSession:
         run_info(self.run_dir, config_to_yaml(config))
         self.logger = RunLogger(self.run_dir, config.tracking, total_steps, kind=kind, resumed_step=self.start_step)
         self._kind = kind
+        if self.resume_from is not None:
+            self.checkpoints.use(self.resume_from)
 
     def _find_resume(self, kind: str) -> Path | None:
         resume = self.config.training.resume

@@ -23,7 +23,8 @@ class TrainableWorker(Worker):
     @register(dispatch=data_parallel)
     def update(self, batch: TokenBatch, loss: Loss, count: float) -> Metrics:
         """One optimizer step on `batch`; `count` is the loss's count over the batch of all ranks."""
-        return merge_metrics([self.engine.forward_backward(batch, loss, count=count), self.engine.optimizer_step()])
+        metrics = self.engine.forward_backward(batch, loss, count=count)
+        return metrics | {f"{loss.prefix}/{name}": metric for name, metric in self.engine.optimizer_step().items()}
 
     @register(dispatch=all_ranks)
     def save(self, folder: Path) -> None:

@@ -49,11 +49,14 @@ class RolloutWorker(Worker):
 def native_engine(config: Config, tokenizer: Any, *, module: Any, device: str) -> RolloutEngine:
     """The built-in engine over `module`, or over the model of `config` when that is None."""
     from verl.engines.rollout.native import NativeEngine
-    from verl.engines.train.loading import load_causal_lm
+    from verl.engines.train.loading import load_causal_lm, resolve_device, resolve_dtype
 
     rollout = config.rollout
+    if module is None:
+        where = resolve_device(device)
+        module = load_causal_lm(config.model, where, resolve_dtype(config.model.dtype, where))
     return NativeEngine(
-        module if module is not None else load_causal_lm(config.model, device=device),
+        module,
         tokenizer,
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class LossResult:
 class Loss(Protocol):
     """A sum and a count. The engine divides the sum by the *global* count once, so that micro-batching,
     packing and data parallelism cannot change the gradient."""
+
+    prefix: ClassVar[str]
+    """First part of the names of this loss's metrics and of its optimizer's: actor, critic, sft."""
 
     @property
     def needs_entropy(self) -> bool:
