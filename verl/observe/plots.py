@@ -155,7 +155,8 @@ def plot_comparison(path: Path, panels: Mapping[str, Sequence[Bar]], *, title: s
     figure = Figure(figsize=(3.6 * len(panels), 3.2), layout="constrained")
     for axes, (measure, bars) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True):
         names = [bar.name for bar in bars]
-        errors = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
+        # An interval may begin a rounding error above its value: a bar at 0, say.
+        errors = [[max(0.0, b.value - b.low) for b in bars], [max(0.0, b.high - b.value) for b in bars]]
         axes.bar(names, [bar.value for bar in bars], color=_cycle(len(bars)), width=0.62)
         axes.errorbar(names, [bar.value for bar in bars], yerr=errors, fmt="none", ecolor=_INK, elinewidth=1.1, capsize=4)
         for position, bar in enumerate(bars):

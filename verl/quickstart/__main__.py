@@ -12,11 +12,13 @@ from typing import Any
 
 from verl.trainer.entry import run_main
 
-NUM_DEMONSTRATIONS = 1500
+NUM_DEMONSTRATIONS = 4000
+SLIP_RATE = 0.5
+"""Half of the demonstrated subtractions are done as additions: imitation alone learns the slip, a reward corrects it."""
 NUM_RL_PROBLEMS = 4000
 NUM_HELD_OUT = 300
-SFT_STEPS = 160
-RL_STEPS = 60
+SFT_STEPS = 700
+RL_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     paths = QuickstartPaths(root=Path(args.output))
     print("1/4  word problems and an untrained Qwen3-architecture model")
     make_inputs(paths, args.seed)
-    print("2/4  supervised fine-tuning on worked solutions")
+    print(f"2/4  supervised fine-tuning on {NUM_DEMONSTRATIONS} worked solutions by a careless pupil")
     from verl.trainer.grpo import GRPOTrainer
     from verl.trainer.sft import SFTTrainer
 
@@ -69,11 +71,13 @@ def make_inputs(paths: QuickstartPaths, seed: int) -> None:
     from verl.quickstart.model import build_model
     from verl.quickstart.problems import generate_problems, write_jsonl
 
-    problems = generate_problems(NUM_DEMONSTRATIONS + NUM_RL_PROBLEMS + NUM_HELD_OUT, seed)
-    demonstrations, rest = problems[:NUM_DEMONSTRATIONS], problems[NUM_DEMONSTRATIONS:]
+    problems = generate_problems(NUM_RL_PROBLEMS + NUM_HELD_OUT, seed)
+    known = {p.question for p in problems}
+    candidates = generate_problems(2 * NUM_DEMONSTRATIONS, seed + 1, slip_rate=SLIP_RATE)
+    demonstrations = [p for p in candidates if p.question not in known][:NUM_DEMONSTRATIONS]
     write_jsonl(demonstrations, paths.data("sft"))
-    write_jsonl(rest[:NUM_RL_PROBLEMS], paths.data("rl"))
-    write_jsonl(rest[NUM_RL_PROBLEMS:], paths.data("test"))
+    write_jsonl(problems[:NUM_RL_PROBLEMS], paths.data("rl"))
+    write_jsonl(problems[NUM_RL_PROBLEMS:], paths.data("test"))
     build_model(paths.base, [p.question + "\n" + p.answer for p in demonstrations], seed=seed)
 
 
@@ -92,7 +96,7 @@ def sft_config(paths: QuickstartPaths, seed: int) -> dict[str, Any]:
     return common_config(seed) | {
         "data.train_files": [str(paths.data("sft"))],
         "data.train_batch_size": 32,
-        "actor.lr": 4e-3,
+        "actor.lr": 5e-3,
         "actor.lr_schedule": "cosine",
         "actor.lr_warmup_steps": 10,
         "training.total_steps": SFT_STEPS,
@@ -104,9 +108,13 @@ def rl_config(paths: QuickstartPaths, seed: int) -> dict[str, Any]:
     return common_config(seed) | {
         "data.train_files": [str(paths.data("rl"))],
         "data.val_files": [str(paths.data("test"))],
-        "data.train_batch_size": 32,
+        "data.train_batch_size": 64,
         "rollout.n": 8,
-        "actor.lr": 1e-3,
+        "rollout.max_num_seqs": 512,
+        "actor.lr": 3e-4,
+        "actor.lr_schedule": "cosine",
+        "actor.lr_warmup_steps": 5,
+        "actor.min_lr_ratio": 0.1,
         "training.total_steps": RL_STEPS,
         "training.eval_interval": 0,
         "training.output_dir": str(paths.rl),

@@ -39,8 +39,8 @@ def build_model(
     *,
     seed: int,
     vocab_size: int = 512,
-    hidden_size: int = 128,
-    num_layers: int = 4,
+    hidden_size: int = 64,
+    num_layers: int = 3,
     max_position_embeddings: int = 512,
 ) -> None:
     """Write an untrained model with its tokenizer to `folder`, in Hugging Face's layout."""

@@ -16,7 +16,6 @@ THINGS = ("apples", "books", "coins", "eggs", "flags", "marbles", "pens", "shell
 GAINS = ("finds {b} more", "buys {b} more", "gets {b} as a gift", "wins {b} more")
 LOSSES = ("loses {b}", "gives away {b}", "sells {b}", "breaks {b}")
 LARGEST = 9
-STEPS = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +26,36 @@ class WordProblem:
     steps: int
 
 
-def generate_problem(rng: random.Random) -> WordProblem:
-    """One problem of one or two steps; every intermediate number lies in 0..2*LARGEST."""
+def generate_problem(rng: random.Random, *, slip_rate: float = 0.0) -> WordProblem:
+    """One problem of one or two steps over numbers up to LARGEST.
+
+    `slip_rate`: how often a step of the worked solution adds where the story takes away; the rest of the
+    solution follows from the slip, as a careless pupil's would.
+    """
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     have = rng.randint(1, LARGEST)
     text = [f"{name} has {have} {thing}."]
     lines = []
-    steps = rng.choice(STEPS)
+    steps = rng.choice((1, 2))
     for _ in range(steps):
         gains = have < 2 or (have <= LARGEST and rng.random() < 0.5)
         amount = rng.randint(1, LARGEST if gains else min(have, LARGEST))
         change = rng.choice(GAINS if gains else LOSSES).format(b=amount)
         text.append(f"{name} {change}.")
-        now = have + amount if gains else have - amount
-        lines.append(f"{have} {'+' if gains else '-'} {amount} = {now}")
+        adds = gains or rng.random() < slip_rate
+        now = have + amount if adds else have - amount
+        lines.append(f"{have} {'+' if adds else '-'} {amount} = {now}")
         have = now
     text.append(f"How many {thing} does {name} have?")
     return WordProblem(question=" ".join(text), answer="\n".join([*lines, f"#### {have}"]), steps=steps)
 
 
-def generate_problems(count: int, seed: int) -> list[WordProblem]:
+def generate_problems(count: int, seed: int, *, slip_rate: float = 0.0) -> list[WordProblem]:
     """`count` problems with distinct questions."""
     rng = random.Random(seed)
     problems: dict[str, WordProblem] = {}
     while len(problems) < count:
-        problem = generate_problem(rng)
+        problem = generate_problem(rng, slip_rate=slip_rate)
         problems.setdefault(problem.question, problem)
     return list(problems.values())
 

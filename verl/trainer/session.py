@@ -57,7 +57,11 @@ class RunSession:
                 "training.total_steps (or max_epochs), set training.resume=never, or choose another training.output_dir"
             )
         run_info(self.run_dir, config_to_yaml(config))
-        self.logger = RunLogger(self.run_dir, config.tracking, total_steps, kind=kind, resumed_step=self.start_step)
+        # Fine-tuning takes many short steps; twenty lines say as much as hundreds.
+        console_every = max(1, total_steps // 20) if kind == "sft" else 1
+        self.logger = RunLogger(
+            self.run_dir, config.tracking, total_steps, kind=kind, resumed_step=self.start_step, console_every=console_every
+        )
         self._kind = kind
         if self.resume_from is not None:
             self.checkpoints.use(self.resume_from)
