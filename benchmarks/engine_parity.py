@@ -41,6 +41,7 @@ def main() -> None:
             "model.dtype": args.dtype,
             "data.train_files": [args.data],
             "data.max_train_rows": args.prompts,
+            "data.train_batch_size": 1,
             "data.max_prompt_length": 512,
             "data.max_response_length": args.new_tokens,
             "rollout.n": args.samples,
