@@ -238,7 +238,8 @@ def _attention_forward(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # A float32 residual stream has float32 rotary tables: queries and keys come out wider than values.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     return packed_attention(q, k, v, packing, scale=scaling, window=sliding_window, softcap=softcap)[None], None
 
 

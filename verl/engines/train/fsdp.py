@@ -175,12 +175,25 @@ class FSDPEngine:
             raise RuntimeError("this engine was built without an optimizer: it can compute, not train")
         return self.optimizer
 
+    def _hidden_states(self, inputs: dict) -> Tensor:
+        """[T, D] final hidden states, in the compute dtype.
+
+        In half precision the residual stream stays float32, as the rollout engine keeps it: sixty roundings of it would
+        make two passes over the same tokens differ by far more than their matrix products do.
+        """
+        if self.compute_dtype == torch.float32:
+            return self._body(**inputs).last_hidden_state[0]
+        embeddings = self._body.get_input_embeddings()(inputs.pop("input_ids")).float()
+        with torch.autocast(self.device.type, dtype=self.compute_dtype):
+            hidden = self._body(inputs_embeds=embeddings, **inputs).last_hidden_state[0]
+        return hidden.to(self.compute_dtype)
+
     def _forward(self, batch: TokenBatch, entropy: bool, all_tokens: bool) -> ModelOutputs:
         """One packed pass over a micro-batch on the device."""
         packing = Packing(batch.lengths.tolist(), self.device)
         has_prefix = packing.position_ids[0] > 0
         rows = (has_prefix if all_tokens else has_prefix & batch.loss_mask).nonzero()[:, 0]
-        hidden = self._body(**packed_inputs(batch.input_ids, packing)).last_hidden_state[0]
+        hidden = self._hidden_states(packed_inputs(batch.input_ids, packing))
         if isinstance(self.module, ValueModel):
             values = torch.zeros(batch.num_tokens, device=self.device)
             return ModelOutputs(values=values.index_copy(0, rows, self.module(hidden.index_select(0, rows - 1))))

@@ -20,6 +20,7 @@ from verl.engines.rollout.native.attention import causal_bias, decode_attention
 from verl.engines.rollout.native.cache import KVCache
 from verl.engines.rollout.native.spec import DecoderSpec, rope_tables
 from verl.engines.train.attention import Packing, packed_attention
+from verl.engines.train.logprobs import matmul_fp32
 
 
 class Linear(NamedTuple):
@@ -43,14 +44,14 @@ class Layer(NamedTuple):
 
 
 class Decoder:
-    """Prefill and decode of one model. Parameters are referenced, never copied (norm weights of Gemma and of
-    query-key norms excepted, which are tiny; `bind` refreshes them)."""
+    """Prefill and decode of one model. Parameters are referenced, never copied (norm weights of Gemma, of
+    query-key norms and of half-precision models excepted, which are tiny; `bind` refreshes them)."""
 
     def __init__(self, module: nn.Module, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec = spec
         self._module: Any = module
         self._weight = module.get_input_embeddings().weight
-        self._rope = rope_tables(module, spec, max_model_len, self.dtype)
+        self._rope = rope_tables(module, spec, max_model_len, torch.float32)
         self._embed_scale = None
         if spec.embed_scale is not None:
             self._embed_scale = float(torch.tensor(spec.embed_scale).to(self.dtype))
@@ -94,7 +95,7 @@ class Decoder:
         )
 
     def _norm_weight(self, norm: nn.Module) -> Tensor:
-        weight = norm.weight.detach()
+        weight = norm.weight.detach().float()
         return weight + self.spec.norm_offset if self.spec.norm_offset else weight
 
     def prefill(self, cache: KVCache, tokens: Tensor, tables: Tensor, packing: Packing) -> None:
@@ -139,13 +140,14 @@ class Decoder:
             )
 
         hidden = self._run(cache, tokens, positions, cache.addresses(tables, positions), attend, keep_output=True)
-        logits = torch.mm(self._norm(hidden, self._final_norm), self._head).float()
+        logits = matmul_fp32(self._norm(hidden, self._final_norm), self._head)
         if spec.logit_softcap is not None:
             logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
         return logits
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
+        """Normalised in float32, returned in the dtype of the matrix products."""
+        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps).to(self.dtype)
 
     def _run(
         self,
@@ -162,6 +164,7 @@ class Decoder:
         hidden = F.embedding(tokens, self._embedding)
         if self._embed_scale is not None:
             hidden.mul_(self._embed_scale)
+        hidden = hidden.float()  # the residual stream, as the trainer keeps it
         rope = {kind: (c.index_select(0, positions), s.index_select(0, positions)) for kind, (c, s) in self._rope.items()}
         for index, layer in enumerate(self._layers):
             qkv = self._project(layer, self._norm(hidden, layer.input_norm), *rope[spec.rope_kinds[index]])
@@ -189,13 +192,19 @@ class Decoder:
         qk = rotated
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (spec.head_dim,), None, spec.norm_eps).mul_(layer.qk_norm)
-        torch.addcmul(qk * cos, qk.roll(spec.head_dim // 2, -1), sin, out=rotated)
+        if qk.dtype == cos.dtype:
+            torch.addcmul(qk * cos, qk.roll(spec.head_dim // 2, -1), sin, out=rotated)
+        else:
+            rotated.copy_(torch.addcmul(qk * cos, qk.roll(spec.head_dim // 2, -1), sin))
         return qkv
 
     def _add_linear(self, residual: Tensor, x: Tensor, linear: Linear, post_norm: Tensor | None) -> None:
         """residual += norm(linear(x)), in place; without a norm the sum is part of the matrix product."""
         if post_norm is not None:
-            residual.add_(self._norm(_apply(x, linear), post_norm))
+            residual.add_(self._norm(_apply(x, linear).float(), post_norm))
+            return
+        if residual.dtype != x.dtype:
+            residual.add_(_apply(x, linear))
             return
         residual.addmm_(x, linear.weight)
         if linear.bias is not None:
