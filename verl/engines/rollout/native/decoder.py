@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl.engines.rollout.native.attention import causal_bias, decode_attention
 from verl.engines.rollout.native.cache import KVCache
@@ -139,7 +140,9 @@ class Decoder:
                 softcap=spec.attention_softcap,
             )
 
-        hidden = self._run(cache, tokens, positions, cache.addresses(tables, positions), attend, keep_output=True)
+        # cuDNN's attention builds a plan for every new shape, some 50 ms, and shapes change as sequences finish.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            hidden = self._run(cache, tokens, positions, cache.addresses(tables, positions), attend, keep_output=True)
         logits = matmul_fp32(self._norm(hidden, self._final_norm), self._head)
         if spec.logit_softcap is not None:
             logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
