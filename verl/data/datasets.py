@@ -128,7 +128,9 @@ class PromptView(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self._dataset.prompt(i) for i in range(*index.indices(len(self)))]
         return self._dataset.prompt(index)
 
     def __iter__(self) -> Iterator[Prompt]:
