@@ -56,7 +56,7 @@ class RLTrainer:
         session = self.session
         checkpoint: Path | None = session.resume_from
         metrics: Metrics = {}
-        with session.logger as logger, self.inputs.reward, self.loader as batches:
+        with session, session.logger as logger, self.inputs.reward, self.loader as batches:
             if self.global_step == 0 and self.config.training.eval_before_training and self.config.training.eval_interval != 0:
                 self.validate()
             for prompts in batches:
@@ -66,6 +66,7 @@ class RLTrainer:
                     self.validate()
                 if session.due(self.global_step, self.config.training.save_interval):
                     checkpoint = self.save()
+                session.stop_if_interrupted(self.global_step, self.save)
         return RunResult(run_dir=session.run_dir, step=self.global_step, metrics=metric_values(metrics), checkpoint=checkpoint)
 
     def step(self, prompts: list[EncodedPrompt]) -> Metrics:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +118,42 @@ class RunSession:
         assert latest is not None  # just written
         return latest
 
+    def stop_if_interrupted(self, step: int, save: Callable[[], Path]) -> None:
+        """After a step: if Ctrl-C came during it, keep the work and raise KeyboardInterrupt."""
+        if self._interrupt.came:
+            if self.config.training.save_interval != 0 and not self.due(step, self.config.training.save_interval):
+                print(f"saved: {save()}")
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> RunSession:
+        self._interrupt = _Interrupt()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._interrupt.restore()
+
     def restore_rng(self) -> None:
         """Put the random number generators back to where the checkpoint left them."""
         if self.resume_from is not None:
             set_rng_state(self.state["rng"])
+
+
+class _Interrupt:
+    """Ctrl-C while it exists: the first is noted and the step goes on to its end, since the weights of half a step
+    belong to no checkpoint; the second acts at once. Only the main thread may set a signal handler."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+        print("interrupted: finishing this step, then saving; press Ctrl-C again to stop at once", file=sys.stderr)
+
+    def restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)

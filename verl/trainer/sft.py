@@ -38,12 +38,13 @@ class SFTTrainer:
         self.prepare()
         session, checkpoint = self.session, self.session.resume_from
         metrics: Metrics = {}
-        with session.logger as logger, self.loader as batches:
+        with session, session.logger as logger, self.loader as batches:
             for batch in batches:
                 metrics = self.step(batch)
                 logger.log(self.global_step, metrics, kind="sft")
                 if session.due(self.global_step, self.config.training.save_interval):
                     checkpoint = self.save()
+                session.stop_if_interrupted(self.global_step, self.save)
         return RunResult(run_dir=session.run_dir, step=self.global_step, metrics=metric_values(metrics), checkpoint=checkpoint)
 
     def step(self, batch: TokenBatch) -> Metrics:
