@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -210,8 +211,8 @@ def test_groups_without_variance_do_not_stop_a_run(inputs, tmp_path):
 def test_interrupting_a_run_keeps_its_work(inputs, tmp_path):
     class Interrupted(GRPOTrainer):
         def step(self, prompts):
-            if self.global_step == 2:
-                raise KeyboardInterrupt
+            if self.global_step == 1:
+                signal.raise_signal(signal.SIGINT)
             return super().step(prompts)
 
     with pytest.raises(KeyboardInterrupt):
