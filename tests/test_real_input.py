@@ -11,7 +11,7 @@ import pytest
 
 from verl.models.gguf import convert_gguf
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TRAIN = """
 import resource, sys
@@ -60,19 +60,19 @@ def test_three_grpo_steps_on_gsm8k_fit_in_six_gib(smollm2, tmp_path):
         f"model.path={smollm2}",
         f"data.train_files=[{os.environ['VERL_TEST_DATA']}/gsm8k/train.jsonl]",
         "data.max_train_rows=64",
-        "data.train_batch_size=4",
-        "data.max_response_length=64",
+        "data.train_batch_size=2",
+        "data.max_response_length=48",
         "rollout.n=4",
         "training.total_steps=3",
         f"training.output_dir={tmp_path}/run",
         "training.last_link=null",
         "actor.max_tokens_per_micro_batch=2048",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3]
-    assert all(0 < row["response_length/mean"] <= 64 for row in rows)
+    assert all(0 < row["response_length/mean"] <= 48 for row in rows)
     peak = float(result.stdout.split("peak GiB")[1])
     assert peak < 6, f"peak memory {peak:.2f} GiB"
     assert (tmp_path / "run" / "checkpoints" / "last" / "model.safetensors").is_file()
