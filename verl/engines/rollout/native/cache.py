@@ -11,9 +11,11 @@ Shapes: T tokens, K key-value heads, D head size, B sequences, L positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class KVCache:
         self._num_kv_heads = k
         shape = (num_blocks, block_size, k, d) if layout == "paged" else (num_blocks, k, block_size, d)
         # Zeros, not empty: a masked position still enters the softmax as 0 * value, and 0 * NaN would be NaN.
-        self._layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self._layers = [_zeros((2, *shape), dtype, device) for _ in range(spec.num_layers)]
         self._flat = [layer.view(-1, d) for layer in self._layers]
         heads = torch.arange(k, device=device)
         stride = 1 if layout == "paged" else block_size
@@ -84,3 +86,11 @@ class KVCache:
         for storage in self._layers:
             part = storage[:, :, :length] if self.layout == "paged" else storage[:, :, :, :length]
             part.index_copy_(1, destination, part.index_select(1, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU out of `calloc`, whose pages take memory only once they are written: a cache for 256 long
+    sequences costs what the sequences there really are need. torch.zeros writes every page at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
