@@ -310,3 +310,20 @@ trainer:
     shown = subprocess.run(command, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert all(word in shown.stdout for word in ("accuracy", "steps", "complete", "95 % interval"))
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback():
+    command = f"{sys.executable} -m verl.cli config | head -1"
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert len(shown.stdout.splitlines()) == 1 and shown.stderr == ""
+
+
+def test_generation_writes_responses(inputs, tmp_path):
+    import pandas as pd
+
+    from verl.trainer.main_generation import main
+
+    arguments = ["--model_path", inputs["model"], "--input", inputs["test"], "--output", str(tmp_path / "out.parquet")]
+    main([*arguments, "rollout.val_n=2", "rollout.val_temperature=1", "data.max_response_length=4"])
+    table = pd.read_parquet(tmp_path / "out.parquet")
+    assert len(table) == 10 and all(len(responses) == 2 for responses in table["responses"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,12 +17,16 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     """Call `main` with the arguments; a UserError becomes one line on stderr and exit code 2."""
     try:
         main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output left (`verl config | head`); what Python still holds back has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -12,7 +12,7 @@ from verl.controller import Worker, WorkerContext, all_ranks, data_parallel, reg
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import Loss
 from verl.engines.train.fsdp import FSDPEngine
-from verl.observe.metrics import Metrics, merge_metrics
+from verl.observe.metrics import Metrics
 
 
 class TrainableWorker(Worker):
