@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
-from verl.config.schema import Config, ModelConfig
+from verl.config.schema import Config, ModelConfig, OptimizerConfig
 from verl.controller import Worker, WorkerContext, all_ranks, data_parallel, register
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import Loss
@@ -83,7 +84,13 @@ class CriticWorker(TrainableWorker):
 
 
 def _engine(
-    context: WorkerContext, config: Config, model: ModelConfig, *, head: str = "lm", optimizer=None, total_steps=None
+    context: WorkerContext,
+    config: Config,
+    model: ModelConfig,
+    *,
+    head: Literal["lm", "value"] = "lm",
+    optimizer: OptimizerConfig | None = None,
+    total_steps: int | None = None,
 ) -> FSDPEngine:
     return FSDPEngine(
         model,

@@ -20,7 +20,7 @@ class RolloutWorker(Worker):
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
         super().__init__(context)
-        self.actor = context.peers.get("actor")
+        self.actor: Any = context.peers.get("actor")
         self.tokenizer = load_tokenizer(config.model)
         self.engine = native_engine(
             config, self.tokenizer, module=self.actor.engine.module if self.actor else None, device=context.device
