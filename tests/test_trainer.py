@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -327,3 +329,41 @@ def test_generation_writes_responses(inputs, tmp_path):
     main([*arguments, "rollout.val_n=2", "rollout.val_temperature=1", "data.max_response_length=4"])
     table = pd.read_parquet(tmp_path / "out.parquet")
     assert len(table) == 10 and all(len(responses) == 2 for responses in table["responses"])
+
+
+def test_first_guides_script_trains_and_logs(inputs, tmp_path):
+    """The first guide's preprocessing and training commands as written; a small local model stands in by override."""
+    import pandas as pd
+
+    root = Path(__file__).resolve().parent.parent
+    raw = [{"question": p.question, "answer": p.answer} for p in generate_problems(24, 5)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gsm8k_raw.json").write_text(json.dumps(raw))
+    preprocess = [sys.executable, str(root / "examples/data_preprocess/gsm8k.py"), "--input_path", "./data/gsm8k_raw.json"]
+    subprocess.run([*preprocess, "--output_path", "./data/gsm8k_processed"], check=True, cwd=tmp_path, capture_output=True)
+    overrides = {
+        "actor.model.path": inputs["model"],
+        "data.dataset_path": tmp_path / "data" / "gsm8k_processed",
+        "data.train_batch_size": 8,
+        "data.max_response_length": 8,
+        "rollout.n": 2,
+        "actor.model.dtype": "float32",
+        "training.total_steps": 2,
+        "training.output_dir": tmp_path / "run",
+        "training.last_link": "null",
+    }
+    script = ["bash", "run_qwen2-7b_math.sh", "--config", "../../config/math_train.yaml"]
+    shown = subprocess.run(
+        [*script, *(f"{key}={value}" for key, value in overrides.items())],
+        cwd=root / "examples/grpo_trainer",
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "algorithm.grpo_beta -> algorithm.kl_loss_coef" in shown.stdout
+    assert re.search(r"^\[Step 1\] Reward: [\d.]+ \| Policy KL: [\d.e-]+ \| Length: \d+", shown.stdout, re.MULTILINE)
+    assert re.search(r"^\[Step 2\] Final Reward: [\d.]+$", shown.stdout, re.MULTILINE)
+    table = pd.read_csv(tmp_path / "run" / "metrics.csv")
+    assert {"episode_reward", "kl_divergence", "response_length"} <= set(table.columns) and len(table) == 2
+    assert (tmp_path / "run" / "curves.png").is_file()
