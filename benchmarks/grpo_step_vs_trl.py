@@ -6,8 +6,8 @@ runs both trainers in turn, each in a fresh process, and prints seconds a step (
 after the first) and seconds from process start to the end of the tenth step, with the ratios of the rounds.
 TRL needs an environment of its own: `make .venv-trl`.
 
-Work: a two-layer Qwen3 of hidden size 64 (140 k parameters), 8 prompts x 8 samples, exactly 64 new tokens each,
-one update a step, float32, no reference model, the same Python reward (share of digits), the same thread count.
+Work: a two-layer Qwen3 of hidden size 64 (140 k parameters), 8 prompts of 24 tokens (chat template included, the
+same for both) x 8 samples, exactly 64 new tokens each, one update a step, float32, no reference model, the same Python reward (share of digits), the same thread count.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_trl(model: str, threads: int, out: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(completions, **columns):
-        return [digit_share("", c, "", None) for c in completions]
+        return [digit_share("", c[0]["content"], "", None) for c in completions]
 
     marks: list[tuple[float, float]] = []
     ends: list[float] = []
@@ -127,7 +127,7 @@ def run_trl(model: str, threads: int, out: Path) -> None:
         processing_class=transformers.AutoTokenizer.from_pretrained(model),
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": q} for q in questions(256)]),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": q}]} for q in questions(256)]),
         callbacks=[Marker()],
     )
     trainer.train()

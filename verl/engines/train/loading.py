@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.config.schema import ModelConfig
-from verl.engines.train import attention
+from verl.engines.train import attention, norms
 from verl.errors import ConfigError, UserError
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "smollm3", "mistral", "gemma", "gemma2", "gemma3_text")
@@ -140,6 +140,7 @@ def _from_pretrained(auto_class: type, model: ModelConfig, device: torch.device,
         raise UserError(
             f"model.path={model.path}: {len(names)} weights are missing from the files, {names[0]} first; save it again"
         )
+    norms.install(module)
     return module.to(device).eval()
 
 
