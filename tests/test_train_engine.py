@@ -47,10 +47,13 @@ class ValueLoss:
 
 
 def make_batch(lengths=LENGTHS, prompt=PROMPT, seed=0) -> TokenBatch:
-    """Random tokens; those after the first `prompt` of each sequence are trained on (short sequences have none)."""
+    """Random tokens; those after the first `prompt` of each sequence are trained on (short sequences have none).
+    Every other sequence has the same prompt, as samples of one prompt do."""
     generator = torch.Generator().manual_seed(seed)
     cu = torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.randint(3, 128, (sum(lengths),), generator=generator)
+    for sequence in ids.split(lengths)[2::2]:
+        sequence[:prompt] = ids[: len(sequence[:prompt])]
     batch = TokenBatch(cu, input_ids=ids, advantages=torch.randn(sum(lengths), generator=generator))
     return batch.with_columns(loss_mask=batch.positions() >= prompt)
 
@@ -122,27 +125,27 @@ def test_logprobs_and_entropy_match_plain_forward(folders, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_match_padded_reference(folders, family):
-    """Sliding windows (6 of up to 30 tokens), soft caps and tied embeddings included."""
+def test_loss_and_gradients_match_padded_reference(tmp_path, family):
+    """Sliding windows (6 of up to 30 tokens), soft caps, tied embeddings and shared prompts included. Matrices are three
+    times Hugging Face's initial ones: larger ones amplify the rounding of two float32 computations in different orders."""
     batch = make_batch()
-    engine = make_engine(folders[family], temperature=0.8)
+    engine = make_engine(save_tiny_model(tmp_path, family, scale=3.0), temperature=0.8)
     metrics = engine.forward_backward(batch, TokenLoss())
-    loss, expected = padded_loss_and_gradients(tiny_model(family), batch, temperature=0.8)
+    loss, expected = padded_loss_and_gradients(tiny_model(family, scale=3.0), batch, temperature=0.8)
     assert metrics["loss"].value == pytest.approx(loss, abs=1e-6)  # a mean of terms of size 5 with both signs
-    # Two float32 computations in different orders; the models' large weights amplify the rounding.
-    assert_same_gradients(gradients(engine), expected, tolerance=1e-5)
+    assert_same_gradients(gradients(engine), expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_double_precision_loss_and_gradients_match_padded_reference(folders, family):
-    """In float64 what is left is transformers' RMS norms and rotary tables, float32 in any dtype."""
+    """In float64 and with large weights; what is left is the reference's RMS norms and rotary tables, float32 always."""
     batch = make_batch()
     engine = make_engine(folders[family])
     engine.module.double()
     metrics = engine.forward_backward(batch, TokenLoss())
     loss, expected = padded_loss_and_gradients(tiny_model(family).double(), batch)
     assert metrics["loss"].value == pytest.approx(loss, abs=1e-6)
-    assert_same_gradients(gradients(engine), expected, tolerance=1e-6)
+    assert_same_gradients(gradients(engine), expected, tolerance=3e-6)
 
 
 def test_outputs_only_where_the_policy_chose(folder):
@@ -162,7 +165,7 @@ def test_micro_batches_change_nothing(folder, max_tokens):
     whole, parts = make_engine(folder), make_engine(folder, max_tokens_per_micro_batch=max_tokens)
     assert len(list(batch.micro_batches(max_tokens))) > 1
     expected = whole.forward_backward(batch, TokenLoss())["loss"].value
-    assert parts.forward_backward(batch, TokenLoss())["loss"].value == pytest.approx(expected, rel=1e-6)
+    assert parts.forward_backward(batch, TokenLoss())["loss"].value == pytest.approx(expected, abs=1e-6)  # as above
     assert_same_gradients(gradients(parts), gradients(whole))
     torch.testing.assert_close(parts.compute(batch).logprobs, whole.compute(batch).logprobs, atol=5e-6, rtol=0)
 

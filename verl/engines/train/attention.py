@@ -1,122 +1,52 @@
 """Attention over packed sequences, the one place where the boundaries between sequences are kept.
 
-A packed batch is a single row of T tokens: S sequences end to end, no padding, positions from 0 in each.
-`packed_attention` computes causal attention inside every sequence and none across:
+A packed batch is a single row of R tokens without padding, made of pieces (`verl.engines.train.packing`).
+`packed_attention` computes causal attention inside every piece and to the context it continues, and none across:
 
 - on CUDA in half precision, `torch.nn.attention.varlen.varlen_attn` (FlashAttention) on the flat tokens;
-- elsewhere, and for what that kernel lacks (float32, logit soft-capping), sequences of similar length are laid
+- elsewhere, and for what that kernel lacks (float32, logit soft-capping), pieces of similar length are laid
   side by side and padded on the right *inside this function*. A causal mask alone keeps right padding out of
   every real token, so the result is exact, with one kernel call for each group of lengths.
 
 It reaches unmodified Hugging Face models through transformers' `AttentionInterface` under the name
 `ATTENTION_NAME`; a forward pass that carries `packing=Packing(...)` is packed, any other one behaves as `sdpa`.
 
-Shapes: S sequences, T tokens, Hq query heads, Hkv key-value heads, D head dimension.
+Shapes: R tokens, M tokens of a padded layout, Hq query heads, Hkv key-value heads, D head dimension.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.engines.train.packing import Gather, Packing
+
 ATTENTION_NAME = "verl_packed"
 
-_LENGTH_RATIO = 0.75
-"""A group of lengths reaches down to this share of its longest: wider groups compute more padding, narrower
-ones launch more kernels. Measured on CPU: for 64 sequences of 40-120 tokens 0.5 to 0.9 differ by the noise (15 %),
-one group costs 30 % more; for 32 of 100-600 tokens 0.75 takes half the time of one group."""
 
-_SCORES_PER_GROUP = 2**25
-"""Most attention scores a head in one group, which bounds the eager path's memory for long sequences."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Sequences that are padded together: `count` rows of `length` tokens."""
-
-    count: int
-    length: int
-
-
-class Packing:
-    """Where each sequence of a packed row begins and ends; built once a micro-batch, shared by all layers."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
-        """`lengths`: tokens of each of the S sequences, all positive."""
-        self.lengths = list(lengths)
-        self.max_length = max(self.lengths)
-        self.device = torch.device(device)
-        cu = torch.tensor([0, *self.lengths]).cumsum(0)
-        self.cu_seqlens = cu.to(self.device, torch.int32)
-        """int32 [S + 1] on the device."""
-        positions = torch.arange(int(cu[-1])) - cu[:-1].repeat_interleave(torch.tensor(self.lengths))
-        self.position_ids = positions[None].to(self.device)
-        """int64 [1, T], from 0 in each sequence."""
-
-    @functools.cached_property
-    def groups(self) -> list[_Group]:
-        """Groups of similar lengths, longest first."""
-        ordered = sorted(self.lengths, reverse=True)
-        groups: list[_Group] = []
-        start = 0
-        for i, length in enumerate(ordered):
-            longest = ordered[start]
-            if length < _LENGTH_RATIO * longest or ((i - start + 1) * longest**2 > _SCORES_PER_GROUP and i > start):
-                groups.append(_Group(i - start, longest))
-                start = i
-        groups.append(_Group(len(ordered) - start, ordered[start]))
-        return groups
-
-    @functools.cached_property
-    def is_uniform(self) -> bool:
-        """All sequences are equally long and in one group, so the flat tokens already are a padded batch."""
-        return len(self.groups) == 1 and min(self.lengths) == self.max_length
-
-    @functools.cached_property
-    def padding_maps(self) -> tuple[Tensor, Tensor]:
-        """(pad [M], unpad [T]): row m of the padded layout is token pad[m]; token t sits in padded row unpad[t].
-
-        Padding repeats its own sequence's last token, so that no value of another sequence ever comes near.
-        """
-        starts = torch.tensor([0, *self.lengths]).cumsum(0)[:-1]
-        lengths = torch.tensor(self.lengths)
-        order = torch.argsort(lengths, descending=True, stable=True)
-        pad: list[Tensor] = []
-        unpad = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        done = rows = 0
-        for group in self.groups:
-            index = order[done : done + group.count]
-            offsets = torch.arange(group.length)
-            tokens = starts[index, None] + torch.minimum(offsets, lengths[index, None] - 1)
-            real = offsets < lengths[index, None]
-            unpad[tokens[real]] = rows + torch.arange(group.count * group.length).view(group.count, group.length)[real]
-            pad.append(tokens.flatten())
-            done += group.count
-            rows += group.count * group.length
-        return torch.cat(pad).to(self.device), unpad.to(self.device)
-
-
-class _Pad(torch.autograd.Function):
-    """[T, H, D] -> [M, H, D]. Gradients at padding are exactly zero, so the backward pass is a gather as well."""
+class _Gather(torch.autograd.Function):
+    """[R, H, D] -> [M, H, D]. Gradients at padding are exactly zero, so the backward pass only gathers as well."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, pad: Tensor, unpad: Tensor) -> Tensor:
-        ctx.save_for_backward(unpad)
-        return x.index_select(0, pad)
+    def forward(ctx, x: Tensor, gather: Gather) -> Tensor:
+        ctx.gather = gather
+        return x.index_select(0, gather.index)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+        total = grad.index_select(0, ctx.gather.own)
+        for tokens, places in ctx.gather.copies:
+            copies = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
+            total.index_add_(0, tokens, copies.sum(1))
+        return total, None
 
 
 class _Unpad(torch.autograd.Function):
-    """[M, H, D] -> [T, H, D]."""
+    """[M, H, D] -> [R, H, D]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, unpad: Tensor) -> Tensor:
@@ -140,7 +70,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each packed sequence: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D].
+    """Causal attention within each packed sequence: query [R, Hq, D], key and value [R, Hkv, D] -> [R, Hq, D].
 
     `window`: a token sees itself and the `window - 1` tokens before it; None sees all. `softcap`: scores become
     softcap * tanh(score / softcap) before the softmax (Gemma 2, section 2). Hq must be a multiple of Hkv.
@@ -150,28 +80,31 @@ def packed_attention(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
         return _varlen_attention(query, key, value, packing, scale, window)
     if packing.is_uniform:
-        q, k, v = (x.reshape(len(packing.lengths), packing.max_length, *x.shape[1:]) for x in (query, key, value))
+        q, k, v = (x.reshape(len(packing.lengths), packing.max_queries, *x.shape[1:]) for x in (query, key, value))
         return _padded_attention(q, k, v, scale, window, softcap).reshape(query.shape)
-    pad, unpad = packing.padding_maps
-    rows = [g.count * g.length for g in packing.groups]
-    parts = [_Pad.apply(x, pad, unpad).split(rows) for x in (query, key, value)]
+    queries, keys = packing.padded_queries, packing.padded_keys
+    q_rows = [g.count * g.length for g in packing.groups]
+    k_rows = [g.count * (g.context + g.length) for g in packing.groups]
+    q_parts = _Gather.apply(query, queries).split(q_rows)
+    k_parts, v_parts = (_Gather.apply(x, keys).split(k_rows) for x in (key, value))
     outputs = []
-    for group, q, k, v in zip(packing.groups, *parts, strict=True):
-        q, k, v = (x.view(group.count, group.length, *x.shape[1:]) for x in (q, k, v))
+    for group, q, k, v in zip(packing.groups, q_parts, k_parts, v_parts, strict=True):
+        q, k, v = (x.view(group.count, -1, *x.shape[1:]) for x in (q, k, v))
         outputs.append(_padded_attention(q, k, v, scale, window, softcap).flatten(0, 1))
-    return _Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], unpad)
+    return _Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], queries.own)
 
 
 def _padded_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """q [B, L, Hq, D], k and v [B, L, Hkv, D] -> [B, L, Hq, D]; causal, so right padding needs no mask."""
+    """q [B, L, Hq, D], k and v [B, C + L, Hkv, D] -> [B, L, Hq, D]; causal, the queries being the last L positions, so
+    right padding needs no mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    length, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    length, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     if softcap is not None:
-        return _softcapped(q, k, v, scale, _visible(length, window, q.device), softcap).transpose(1, 2)
-    if window is None or window >= length:
+        return _softcapped(q, k, v, scale, _visible(keys, window, q.device)[-length:], softcap).transpose(1, 2)
+    if length == keys and (window is None or window >= length):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
-        visible = _visible(length, window, q.device)
+        visible = _visible(keys, window, q.device)[-length:]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
@@ -209,8 +142,13 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packin
         else:  # before torch 2.12
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    cu, longest = packing.cu_seqlens, packing.max_length
-    return varlen_attn(query, key, value, cu, cu, longest, longest, **extra)
+    if not packing.is_shared:
+        cu, longest = packing.cu_seqlens, packing.max_queries
+        return varlen_attn(query, key, value, cu, cu, longest, longest, **extra)
+    key, value = (_Gather.apply(x, packing.flat_keys) for x in (key, value))
+    # The kernel aligns a causal mask to the last query and the last key.
+    cu_q, cu_k = packing.cu_seqlens, packing.key_cu_seqlens
+    return varlen_attn(query, key, value, cu_q, cu_k, packing.max_queries, packing.max_length, **extra)
 
 
 def _attention_forward(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verl.config.schema import ModelConfig, OptimizerConfig
 from verl.data.batch import TokenBatch
-from verl.engines.train.attention import Packing, packed_inputs
+from verl.engines.train.attention import packed_inputs
 from verl.engines.train.base import Loss, ModelOutputs
 from verl.engines.train.loading import (
     ValueModel,
@@ -29,6 +29,7 @@ from verl.engines.train.loading import (
 )
 from verl.engines.train.logprobs import token_logprobs
 from verl.engines.train.optimizer import MasterAdamW
+from verl.engines.train.packing import Packing, lay_out, micro_batches
 from verl.errors import UserError
 from verl.observe.metrics import Metrics, merge_metrics
 
@@ -90,8 +91,8 @@ class FSDPEngine:
         """Log-probs (and entropies in nats) or values of `batch`'s tokens, [T] float32 on the CPU, without gradient."""
         parts: dict[str, list[tuple[list[int], Tensor]]] = {}
         with torch.no_grad():
-            for indices, micro_batch in batch.micro_batches(self.max_tokens_per_micro_batch):
-                outputs = self._forward(micro_batch.to(self.device), entropy, all_tokens)
+            for indices in micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens):
+                outputs = self._forward(batch.select(indices), entropy, all_tokens)
                 for name in ("logprobs", "entropy", "values"):
                     values = getattr(outputs, name)
                     if values is not None:
@@ -107,9 +108,10 @@ class FSDPEngine:
         # Transformers checkpoints in training mode alone; no other layer of these models depends on the mode.
         self.module.train(self._gradient_checkpointing)
         try:
-            for _, micro_batch in batch.micro_batches(self.max_tokens_per_micro_batch):
-                micro_batch = micro_batch.to(self.device)
-                result = loss(micro_batch, self._forward(micro_batch, loss.needs_entropy, all_tokens))
+            for indices in micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens):
+                micro_batch = batch.select(indices)
+                outputs = self._forward(micro_batch, loss.needs_entropy, all_tokens)
+                result = loss(micro_batch.to(self.device), outputs)
                 (result.total / divisor).backward()
                 metrics.append(result.metrics)
         finally:
@@ -189,23 +191,32 @@ class FSDPEngine:
         return hidden.to(self.compute_dtype)
 
     def _forward(self, batch: TokenBatch, entropy: bool, all_tokens: bool) -> ModelOutputs:
-        """One packed pass over a micro-batch on the device."""
-        packing = Packing(batch.lengths.tolist(), self.device)
-        has_prefix = packing.position_ids[0] > 0
-        rows = (has_prefix if all_tokens else has_prefix & batch.loss_mask).nonzero()[:, 0]
-        hidden = self._hidden_states(packed_inputs(batch.input_ids, packing))
+        """One packed pass over a micro-batch, which is on the CPU; the outputs are on the device."""
+        # Scoring prompt tokens takes a copy of the prompt for each sequence.
+        layout = lay_out(batch, share_prompts=not all_tokens)
+        packing = Packing(layout.lengths, self.device, layout.contexts)
+        has_prefix = batch.positions() > 0
+        scored = (has_prefix if all_tokens else has_prefix & batch.loss_mask).nonzero()[:, 0]
+        input_ids, rows = batch.input_ids, scored
+        if layout.tokens is not None and layout.places is not None:
+            input_ids, rows = input_ids[layout.tokens], layout.places[scored]
+        input_ids, rows, scored = (x.to(self.device) for x in (input_ids, rows, scored))
+        hidden = self._hidden_states(packed_inputs(input_ids, packing))
+        zeros = torch.zeros(batch.num_tokens, device=self.device)
         if isinstance(self.module, ValueModel):
-            values = torch.zeros(batch.num_tokens, device=self.device)
-            return ModelOutputs(values=values.index_copy(0, rows, self.module(hidden.index_select(0, rows - 1))))
+            return ModelOutputs(values=zeros.index_copy(0, scored, self.module(hidden.index_select(0, rows - 1))))
         logprobs, entropies = token_logprobs(
             hidden,
             self.module.get_output_embeddings().weight,
-            batch.input_ids,
+            input_ids,
             rows,
             temperature=self.temperature,
             softcap=getattr(self.module.config, "final_logit_softcapping", None),
             entropy=entropy,
         )
+        if layout.places is not None:
+            values = (None if x is None else zeros.to(x.dtype).index_copy(0, scored, x[rows]) for x in (logprobs, entropies))
+            logprobs, entropies = values
         return ModelOutputs(logprobs=logprobs, entropy=entropies)
 
 

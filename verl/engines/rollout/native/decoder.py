@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from verl.engines.rollout.native.attention import causal_bias, decode_attention
 from verl.engines.rollout.native.cache import KVCache
 from verl.engines.rollout.native.spec import DecoderSpec, rope_tables
-from verl.engines.train.attention import Packing, packed_attention
+from verl.engines.train.attention import packed_attention
 from verl.engines.train.logprobs import matmul_fp32
+from verl.engines.train.packing import Packing
 
 
 class Linear(NamedTuple):

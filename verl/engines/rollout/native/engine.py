@@ -21,7 +21,7 @@ from verl.engines.rollout.native.scheduler import Memory, PagedMemory, RowMemory
 from verl.engines.rollout.native.slots import Slots
 from verl.engines.rollout.native.spec import DecoderSpec
 from verl.engines.rollout.native.stops import StopStrings
-from verl.engines.train.attention import Packing
+from verl.engines.train.packing import Packing
 from verl.errors import UserError
 
 STEPS_PER_READ = 8
