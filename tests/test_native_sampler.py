@@ -53,7 +53,7 @@ def test_uniforms_equal_the_host_hash() -> None:
     keys = [0, 1, -5, 2**62, -(2**63)]
     counts = [0, 3, 17, 1000, 2**31]
     gamma = 0x9E3779B97F4A7C15
-    expected = [(mix(k + (c + 1) * gamma) >> 41) * 2.0**-23 for k, c in zip(keys, counts, strict=True)]
+    expected = [((mix(k + (c + 1) * gamma) >> 41) + 0.5) * 2.0**-23 for k, c in zip(keys, counts, strict=True)]
     assert uniforms(torch.tensor(keys), torch.tensor(counts)).tolist() == expected
 
 

@@ -27,6 +27,7 @@ from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps
 from verl.trainer.roles import spawn_workers
 from verl.trainer.rollouts import derive_seed, generate, training_sampling
 from verl.trainer.session import RunResult, RunSession
+from verl.trainer.startup import gc_paused
 from verl.trainer.stats import batch_metrics, policy_kl_sample
 from verl.trainer.validation import validate
 
@@ -152,6 +153,7 @@ class RLTrainer:
             f"{self.config.data.train_batch_size} prompts x {self.config.rollout.n} samples, {updates} updates a step"
         )
 
+    @gc_paused()
     def prepare(self) -> None:
         """Check the input, open the run, create the workers, restore the checkpoint if there is one. Idempotent."""
         if hasattr(self, "session"):

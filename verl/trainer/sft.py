@@ -18,6 +18,7 @@ from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import planned_steps
 from verl.trainer.session import RunResult, RunSession
+from verl.trainer.startup import gc_paused
 
 
 class SFTTrainer:
@@ -60,6 +61,7 @@ class SFTTrainer:
         }
         return merge_metrics([metrics, size, self.timer.metrics()])
 
+    @gc_paused()
     def prepare(self) -> None:
         """Check the input, open the run, load the model, restore the checkpoint if there is one."""
         from verl.workers.model import ActorWorker

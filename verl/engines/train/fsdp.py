@@ -28,6 +28,7 @@ from verl.engines.train.loading import (
     resolve_dtype,
 )
 from verl.engines.train.logprobs import token_logprobs
+from verl.engines.train.memory import keep_freed_memory
 from verl.engines.train.optimizer import MasterAdamW
 from verl.engines.train.packing import Packing, lay_out, micro_batches
 from verl.errors import UserError
@@ -67,6 +68,8 @@ class FSDPEngine:
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.device = resolve_device(device)
         self.compute_dtype = resolve_dtype(model.dtype, self.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         # Masters start from the file's own precision, so a trained model is loaded in float32 and rounded after.
         load = load_causal_lm if head == "lm" else load_value_model
         self.module: nn.Module = load(model, self.device, torch.float32 if optimizer else self.compute_dtype)

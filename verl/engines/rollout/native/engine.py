@@ -263,7 +263,8 @@ class NativeEngine:
         while (victim := scheduler.next_victim(steps)) is not None:
             self.stats.preemptions += 1
             self._follow(scheduler, scheduler.requeue([victim]))
-        slots.sync_tables(scheduler.running)
+        if scheduler.changed or scheduler.memory.can_run_out:
+            slots.sync_tables(scheduler.running)
         if scheduler.changed:
             slots.plan(scheduler.running)
             scheduler.changed = False

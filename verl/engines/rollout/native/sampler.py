@@ -19,7 +19,9 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _UNIFORM_BITS = 23
-"""u < 1 - 2^-23 at most, so that u * total, rounded, stays below total in fp32."""
+"""At most u = 1 - 2^-24, so that u * total, rounded, stays below total in fp32."""
+_BLOCK = 64
+"""Tokens summed together in the first of two searches of the cumulative distribution."""
 
 
 def mix(value: int) -> int:
@@ -45,15 +47,16 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
-    """Number `counts` [B] of the streams `keys` [B], both int64 -> [B] fp32 in [0, 1), multiples of 2^-23.
+    """Number `counts` [B] of the streams `keys` [B], both int64 -> [B] fp32 in (0, 1), odd multiples of 2^-24.
 
-    `mix(key + (count + 1) * gamma)`, that is SplitMix64 with random access.
+    `mix(key + (count + 1) * gamma)`, that is SplitMix64 with random access. Never 0, which would draw the first token
+    whose probability is not exactly 0, however unlikely, once in 2^23 times.
     """
     x = (counts + 1).mul_(_signed(_GAMMA)).add_(keys)
     x = _shift(x, 30).bitwise_xor_(x).mul_(_signed(_MIX_1))
     x = _shift(x, 27).bitwise_xor_(x).mul_(_signed(_MIX_2))
     x = _shift(x, 31).bitwise_xor_(x)
-    return _shift(x, 64 - _UNIFORM_BITS).float().mul_(2.0**-_UNIFORM_BITS)
+    return _shift(x, 64 - _UNIFORM_BITS).float().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +123,33 @@ def sample(
     if plan.all_greedy:
         top, ids = logits.max(-1)
         return ids, top - logits.logsumexp(-1)
-    top = logits.amax(-1, keepdim=True)
-    weights = (logits - top).exp_()
-    # The CPU sums a row in order, so a token of weight 0 never raises the sum. A GPU scans in parallel and might by a
-    # rounding; in double precision that rounding is too small to meet a 23-bit uniform.
-    cumulative = weights.cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
-    total = cumulative[:, -1:]
-    # The first token whose cumulative weight exceeds u * total.
-    ids = torch.searchsorted(cumulative, total * noise[:, None], right=True)
+    probs = torch.softmax(logits, -1)
+    ids = _invert(probs, noise[:, None])
     if plan.any_greedy:
         ids = torch.where((temperature == 0)[:, None], logits.argmax(-1, keepdim=True), ids)
-    logprobs = logits.gather(1, ids).sub_(top).sub_(total.log().float())
-    return ids[:, 0], logprobs[:, 0]
+    # What is drawn has a probability far from underflow, so its logarithm is exact to the last digits.
+    return ids[:, 0], probs.gather(1, ids).log_()[:, 0]
+
+
+def _invert(probs: Tensor, noise: Tensor) -> Tensor:
+    """[B, V] and [B, 1] -> [B, 1]: the first token at which the cumulative sum of `probs` exceeds noise * total.
+
+    In two steps, over the sums of blocks and within one block: a cumulative sum of all of V costs more than the rest of
+    the sampler. A block or token of probability 0 never raises a sum, so it is never drawn.
+    """
+    vocab_size = probs.shape[1]
+    full = vocab_size - vocab_size % _BLOCK
+    sums = probs[:, :full].unflatten(1, (-1, _BLOCK)).sum(-1)
+    if full < vocab_size:
+        sums = torch.cat((sums, probs[:, full:].sum(-1, keepdim=True)), 1)
+    # A GPU scans in parallel: only in double precision is its rounding too small to meet a 23-bit uniform.
+    cumulative = sums.cumsum(-1, dtype=torch.float64 if probs.is_cuda else None)
+    target = cumulative[:, -1:] * noise
+    block = torch.searchsorted(cumulative, target, right=True)
+    rest = target - (cumulative.gather(1, block) - sums.gather(1, block))
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(1, columns.clamp_max(vocab_size - 1)).masked_fill_(columns >= vocab_size, 0)
+    inside = inside.cumsum(-1, dtype=cumulative.dtype)
+    # Rounding may put what is left outside the block, or on a token at its start that next to never occurs.
+    rest = rest.clamp(inside[:, -1:] * 2.0**-24, inside[:, -1:] * (1 - 2.0**-23))
+    return block * _BLOCK + torch.searchsorted(inside, rest, right=True)

@@ -103,6 +103,8 @@ class Memory(Protocol):
 
     moves_with_slot: bool
     """A sample that changes its slot must be copied in the cache."""
+    can_run_out: bool
+    """A running sample may need more blocks than there are."""
 
     def admit(self, group: PromptGroup, first_slot: int, slots: int, out: Admission) -> int:
         """Start up to `slots` samples of the group in slots from `first_slot`; returns how many memory allows."""
@@ -129,6 +131,7 @@ class RowMemory:
     SPARE_ROWS = 2
 
     moves_with_slot = True
+    can_run_out = False
 
     def __init__(self, max_slots: int) -> None:
         self._spare, self._other_spare = max_slots, max_slots + 1
@@ -179,6 +182,7 @@ class PagedMemory:
     """
 
     moves_with_slot = False
+    can_run_out = True
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -302,6 +306,8 @@ class Scheduler:
     def next_victim(self, steps: int) -> Sample | None:
         """Make room for `steps` more tokens of every running sample, oldest first. When memory runs out, prompts kept
         for waiting groups go first; if that is not enough the newest sample is returned, to be preempted."""
+        if not self.memory.can_run_out:
+            return None
         for sample in sorted(self.running, key=lambda s: s.admitted):
             while not self.memory.grow(sample, sample.cached + steps):
                 held = next((group for group in self.waiting if group.blocks is not None), None)
