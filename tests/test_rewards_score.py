@@ -135,8 +135,9 @@ def test_check_finds_ground_truths_that_accuracy_cannot_use():
     assert metrics["reward/failures"] == Sum(1.0)
 
 
-def test_a_function_that_cannot_be_imported_is_found_when_the_scorer_is_built(tmp_path):
+def test_a_function_that_cannot_be_imported_is_found_before_training(tmp_path):
+    reward = build_reward(RewardConfig(type="custom", function=str(tmp_path / "nowhere.py"), workers=1))
     with pytest.raises(UserError, match=r"there is no file .*nowhere\.py"):
-        build_reward(RewardConfig(type="custom", function=str(tmp_path / "nowhere.py"), workers=1))
+        reward.check([])
     with pytest.raises(UserError, match=r"reward\.function is not set"):
         build_reward(RewardConfig(type="custom"))

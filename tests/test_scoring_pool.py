@@ -59,6 +59,7 @@ def reward_file(tmp_path_factory):
 @pytest.fixture
 def pool(reward_file):
     with ScoringPool(reward_file, num_workers=2, timeout_s=1.0) as pool:
+        pool.wait_until_ready()
         yield pool
 
 
@@ -141,6 +142,7 @@ def test_a_row_that_cannot_be_pickled_costs_only_itself(pool):
 def test_processes_do_not_load_torch_and_start_fast(reward_file):
     start = time.monotonic()
     with ScoringPool(reward_file, {"bonus": 0.5}, num_workers=1) as pool:
+        pool.wait_until_ready()
         assert time.monotonic() - start < 5.0  # 0.1 s on an idle machine; the tests' machine is not
         assert pool.score([request("torch")])[0].score == 0.0
         assert pool.score([request("ab")])[0].score == 2.5
@@ -186,10 +188,10 @@ def test_close_leaves_no_process_and_can_be_repeated(reward_file):
 def test_import_errors_are_the_users_to_mend(tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(4)")
     with pytest.raises(UserError, match=r"the process that imports it died \(exit status 4\)"):
-        ScoringPool(str(tmp_path / "dies.py"), num_workers=2)
+        ScoringPool(str(tmp_path / "dies.py"), num_workers=2).wait_until_ready()
     (tmp_path / "lacks.py").write_text("import no_such_module_here")
     with pytest.raises(UserError, match="No module named 'no_such_module_here'"):
-        ScoringPool(str(tmp_path / "lacks.py"), num_workers=2)
+        ScoringPool(str(tmp_path / "lacks.py"), num_workers=2).score([request("a")])
 
 
 SCRIPT = """

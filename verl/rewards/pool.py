@@ -136,20 +136,17 @@ class ScoringPool:
     def __init__(
         self, function: str, function_kwargs: Mapping[str, Any] | None = None, *, num_workers: int = 0, timeout_s: float = 10.0
     ) -> None:
-        """Start the processes and wait until the first has imported the function.
+        """Start the processes, without waiting for them: see `wait_until_ready`.
 
         Args:
             function: `package.module:name` or `path/to/file.py:name`.
             function_kwargs: passed to it by name.
             num_workers: 0 takes `default_num_workers()`.
             timeout_s: deadline of one call, in seconds.
-
-        Raises:
-            UserError: the function cannot be imported or does not accept the arguments.
         """
         self.timeout_s = timeout_s
         self.required_columns: tuple[str, ...] = ()
-        """Columns a TRL-style function cannot do without."""
+        """Columns a TRL-style function cannot do without; known once a process is ready."""
         self._first_message = pickle.dumps((function, dict(function_kwargs or {}), timeout_s))
         self._function = function
         self._was_ready = False
@@ -161,8 +158,15 @@ class ScoringPool:
         self._finalizer = weakref.finalize(self, _shut_down, self._workers, self._selector)
         for _ in range(num_workers or default_num_workers()):
             self._start_worker()
+
+    def wait_until_ready(self) -> None:
+        """Return once a process has imported the function; at once when one has before.
+
+        Raises:
+            UserError: the function cannot be imported or does not accept the arguments.
+        """
         try:
-            while all(worker.state == "starting" for worker in self._workers):
+            while not self._was_ready:
                 self._step({})
         except BaseException:
             self.close()
@@ -173,6 +177,7 @@ class ScoringPool:
         with self._lock:
             if not self._finalizer.alive:
                 raise RuntimeError("the scoring pool is closed")
+            self.wait_until_ready()
             outcomes: dict[int, ScoreOutcome] = {}
             pending = deque(range(len(requests)))
             try:

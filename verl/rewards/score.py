@@ -25,7 +25,7 @@ class RewardScorer:
     """Gives trajectories their rewards. A context manager; `close` ends the scoring processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises UserError when the section or the function it names cannot work; see `build_reward`."""
+        """Raises UserError when the section cannot work; the function it names is imported in the background."""
         check_reward_config(config)
         self.config = config
         self._pool: ScoringPool | None = None
@@ -36,15 +36,17 @@ class RewardScorer:
             )
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Look at the rows before training.
+        """Look at the function and at the rows, before any model is loaded.
 
         Raises:
-            UserError: accuracy: a ground truth is missing or not a number. Custom, TRL style: the function needs a
-                column that the rows do not have.
+            UserError: accuracy: a ground truth is missing or not a number. Custom: the function cannot be imported, is
+                not there, is not callable or does not accept the arguments; TRL style: it needs a column that the rows
+                do not have.
         """
         if self._pool is None:
             _check_ground_truths(prompts)
             return
+        self._pool.wait_until_ready()
         for prompt in prompts[:1]:
             columns = trl_columns(reward_request(prompt, ""))
             missing = [name for name in self._pool.required_columns if name not in columns]
@@ -108,11 +110,10 @@ class RewardScorer:
 
 
 def build_reward(config: RewardConfig) -> RewardScorer:
-    """The scorer a configuration asks for. Import errors show here, before any model is loaded.
+    """The scorer a configuration asks for; `check` tells whether a function it names works.
 
     Raises:
-        UserError: a value of the section cannot work, or the function cannot be imported, is not there, is not
-            callable, or does not accept the arguments.
+        UserError: a value of the section cannot work.
     """
     return RewardScorer(config)
 

@@ -15,7 +15,7 @@ from verl.data.types import Trajectory
 from verl.engines.train.loading import check_model_folder, resolve_device
 from verl.errors import DataError
 from verl.observe.evaluation import EvalSummary
-from verl.rewards.score import build_reward
+from verl.rewards.score import RewardScorer, build_reward
 from verl.trainer.validation import evaluate_prompts
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -40,11 +40,16 @@ def resolve_dataset(path: str) -> str:
     raise DataError(f"{path}: no such file or folder (nor with {', '.join(_DATA_SUFFIXES)}); give an existing data set")
 
 
-def load_for_inference(config: Config, model_path: str, dataset: str) -> tuple[WorkerGroup, PromptDataset, Config]:
-    """A rollout group over one model, and the data set as that model's tokenizer sees it. Data is checked first."""
+def load_for_inference(
+    config: Config, model_path: str, dataset: str, reward: RewardScorer | None = None
+) -> tuple[WorkerGroup, PromptDataset, Config]:
+    """A rollout group over one model, and the data set as that model's tokenizer sees it. Data and reward are checked
+    first."""
     config = replace(config, model=replace(config.model, path=resolve_model(model_path)))
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompt_dataset([resolve_dataset(dataset)], config.data, config.model, tokenizer, "test")
+    if reward is not None:
+        reward.check(prompts.prompts)
     from verl.workers.rollout import RolloutWorker
 
     pool = ResourcePool(device=str(resolve_device(config.training.device)))
@@ -55,8 +60,7 @@ def load_for_inference(config: Config, model_path: str, dataset: str) -> tuple[W
 def evaluate_model(config: Config, model_path: str, dataset: str, name: str) -> tuple[EvalSummary, list[Trajectory]]:
     """Answer the data set with the model and measure the answers."""
     with build_reward(config.reward) as reward:
-        rollout, prompts, config = load_for_inference(config, model_path, dataset)
-        reward.check(prompts.prompts)
+        rollout, prompts, config = load_for_inference(config, model_path, dataset, reward)
         return evaluate_prompts(rollout, prompts, reward, config, name)
 
 

@@ -9,6 +9,7 @@ M hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,7 +143,8 @@ class Decoder:
             )
 
         # cuDNN's attention builds a plan for every new shape, some 50 ms, and shapes change as sequences finish.
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        on_gpu = self.device.type == "cuda"
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if on_gpu else contextlib.nullcontext():
             hidden = self._run(cache, tokens, positions, cache.addresses(tables, positions), attend, keep_output=True)
         logits = matmul_fp32(self._norm(hidden, self._final_norm), self._head)
         if spec.logit_softcap is not None:
