@@ -8,6 +8,7 @@ from native_models import CONFIGS, logprob_error, make_engine, prompts, referenc
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from verl.engines.rollout.base import SamplingParams
+from verl.engines.rollout.native import decoder as decoder_module
 from verl.engines.rollout.native.attention import causal_bias
 from verl.engines.rollout.native.spec import DecoderSpec
 from verl.errors import UserError
@@ -102,7 +103,27 @@ def test_causal_bias_by_hand() -> None:
     assert (bias[:, 0, 0] == 0).tolist() == [[True, False, False, False, False], [False, False, True, True, False]]
 
 
-def test_parameters_are_shared_not_copied() -> None:
+def test_small_projections_are_merged_without_a_change(monkeypatch) -> None:
+    requests = requests_of(prompts(3, 4), SamplingParams(max_tokens=6, n=2, temperature=0.8, seed=5))
+    for family in ("qwen3-window-biases", "gemma2"):
+        model = tiny_model(family)
+        merged = make_engine(model)
+        assert len(merged._decoder._layers[0].qkv) == len(merged._decoder._layers[0].gate_up) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_module, "_MERGED_ELEMENTS", 0)
+            apart = make_engine(model)
+            expected = apart.generate(requests)
+        assert len(apart._decoder._layers[0].qkv) == 3
+        for mine, theirs in zip(merged.generate(requests), expected, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+        assert [c.logprobs for c in merged.generate(requests)] != [c.logprobs for c in expected]
+
+
+def test_parameters_are_shared_not_copied(monkeypatch) -> None:
+    monkeypatch.setattr(decoder_module, "_MERGED_ELEMENTS", 0)
     model = tiny_model("llama")
     engine = make_engine(model)
     decoder = engine._decoder

@@ -44,9 +44,9 @@ def decode_attention(
 
 def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """[B] -> [B, 1, 1, L]: 0 where a token at `positions` may look, -inf beyond it and before its window."""
-    columns = torch.arange(length, device=positions.device)
-    hidden = columns > positions[:, None]
-    if window is not None:
-        hidden |= columns <= positions[:, None] - window
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    return bias.masked_fill_(hidden, float("-inf"))[:, None, None]
+    # Every row is a piece of one line: hidden, then visible as far as it goes, then hidden; the token sees itself last.
+    visible = length if window is None else min(window, length)
+    line = torch.full((2 * length + visible,), float("-inf"), dtype=dtype, device=positions.device)
+    line[length : length + visible] = 0
+    pieces = line.unfold(0, length, 1)
+    return pieces.index_select(0, length + visible - 1 - positions)[:, None, None]

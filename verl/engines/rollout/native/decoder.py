@@ -25,6 +25,9 @@ from verl.engines.train.attention import packed_attention
 from verl.engines.train.logprobs import matmul_fp32
 from verl.engines.train.packing import Packing
 
+_MERGED_ELEMENTS = 2**18
+"""Weights of projections that are copied side by side: up to 1 MiB, a copy that a pass over one prompt outweighs."""
+
 
 class Linear(NamedTuple):
     weight: Tensor
@@ -34,21 +37,22 @@ class Linear(NamedTuple):
 
 class Layer(NamedTuple):
     input_norm: Tensor
-    qkv: tuple[Linear, Linear, Linear]
+    qkv: tuple[Linear, ...]
+    """Query, key and value projections, or one that is all three side by side."""
     qk_norm: Tensor | None
     """[H + K, D]: the two norm weights, repeated for each head."""
     output: Linear
     attention_post_norm: Tensor | None
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
+    gate_up: tuple[Linear, ...]
+    """Likewise."""
     down: Linear
     mlp_post_norm: Tensor | None
 
 
 class Decoder:
-    """Prefill and decode of one model. Parameters are referenced, never copied (norm weights of Gemma, of
-    query-key norms and of half-precision models excepted, which are tiny; `bind` refreshes them)."""
+    """Prefill and decode of one model. Parameters are referenced, never copied, small ones excepted (projections of a
+    small model on a CPU; norm weights of Gemma, of query-key norms and of half-precision models): `bind` refreshes them."""
 
     def __init__(self, module: nn.Module, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec = spec
@@ -86,13 +90,12 @@ class Decoder:
         post = layer.post_attention_layernorm
         return Layer(
             input_norm=self._norm_weight(layer.input_layernorm),
-            qkv=(_linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj)),
+            qkv=_side_by_side(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm=qk_norm,
             output=_linear(attention.o_proj),
             attention_post_norm=self._norm_weight(post) if spec.sandwich_norms else None,
             mlp_norm=self._norm_weight(layer.pre_feedforward_layernorm if spec.sandwich_norms else post),
-            gate=_linear(mlp.gate_proj),
-            up=_linear(mlp.up_proj),
+            gate_up=_side_by_side(mlp.gate_proj, mlp.up_proj),
             down=_linear(mlp.down_proj),
             mlp_post_norm=self._norm_weight(layer.post_feedforward_layernorm) if spec.sandwich_norms else None,
         )
@@ -179,7 +182,7 @@ class Decoder:
                 break
             self._add_linear(hidden, attend(index, qkv), layer.output, layer.attention_post_norm)
             x = self._norm(hidden, layer.mlp_norm)
-            gate, up = _apply(x, layer.gate), _apply(x, layer.up)
+            gate, up = _apply_all(x, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate, inplace=True) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
             self._add_linear(hidden, gate.mul_(up), layer.down, layer.mlp_post_norm)
         return hidden
@@ -187,13 +190,7 @@ class Decoder:
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, M] -> [T, H + 2K, D]: queries and keys, normalised and rotated together, and values, in one buffer."""
         spec = self.spec
-        buffer = x.new_empty(x.shape[0], (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        start = 0
-        for linear in layer.qkv:
-            end = start + linear.weight.shape[1]
-            _apply(x, linear, out=buffer[:, start:end])
-            start = end
-        qkv = buffer.view(x.shape[0], -1, spec.head_dim)
+        qkv = _apply_all(x, layer.qkv).view(x.shape[0], -1, spec.head_dim)
         rotated = qkv[:, : spec.num_heads + spec.num_kv_heads]
         qk = rotated
         if layer.qk_norm is not None:
@@ -219,6 +216,25 @@ class Decoder:
 
 def _linear(module: Any) -> Linear:
     return Linear(module.weight.detach().t(), None if module.bias is None else module.bias.detach())
+
+
+def _side_by_side(*modules: Any) -> tuple[Linear, ...]:
+    """The projections of one input. Small ones on a CPU are copied into one: there a call costs as much as its product."""
+    if modules[0].weight.device.type != "cpu" or sum(m.weight.numel() for m in modules) > _MERGED_ELEMENTS:
+        return tuple(_linear(m) for m in modules)
+    bias = None if modules[0].bias is None else torch.cat([m.bias.detach() for m in modules])
+    return (Linear(torch.cat([m.weight.detach() for m in modules]).t(), bias),)
+
+
+def _apply_all(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
+    """The outputs side by side, in one buffer."""
+    if len(linears) == 1:
+        return _apply(x, linears[0])
+    widths = [linear.weight.shape[1] for linear in linears]
+    buffer = x.new_empty(x.shape[0], sum(widths))
+    for linear, out in zip(linears, buffer.split(widths, 1), strict=True):
+        _apply(x, linear, out=out)
+    return buffer
 
 
 def _apply(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:

@@ -47,7 +47,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
-    """Number `counts` [B] of the streams `keys` [B], both int64 -> [B] fp32 in (0, 1), odd multiples of 2^-24.
+    """Numbers `counts` [..., B] of the streams `keys` [B], both int64 -> [..., B] fp32 in (0, 1), odd multiples of 2^-24.
 
     `mix(key + (count + 1) * gamma)`, that is SplitMix64 with random access. Never 0, which would draw the first token
     whose probability is not exactly 0, however unlikely, once in 2^23 times.
@@ -148,7 +148,10 @@ def _invert(probs: Tensor, noise: Tensor) -> Tensor:
     block = torch.searchsorted(cumulative, target, right=True)
     rest = target - (cumulative.gather(1, block) - sums.gather(1, block))
     columns = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
-    inside = probs.gather(1, columns.clamp_max(vocab_size - 1)).masked_fill_(columns >= vocab_size, 0)
+    if full < vocab_size:
+        inside = probs.gather(1, columns.clamp_max(vocab_size - 1)).masked_fill_(columns >= vocab_size, 0)
+    else:
+        inside = probs.gather(1, columns)
     inside = inside.cumsum(-1, dtype=cumulative.dtype)
     # Rounding may put what is left outside the block, or on a token at its start that next to never occurs.
     rest = rest.clamp(inside[:, -1:] * 2.0**-24, inside[:, -1:] * (1 - 2.0**-23))

@@ -17,6 +17,9 @@ from verl.engines.rollout.native.decoder import Decoder
 from verl.engines.rollout.native.sampler import SamplingPlan, sample, suppress, uniforms
 from verl.engines.rollout.native.scheduler import Sample
 
+_STEPS_AHEAD = 16
+"""Steps whose uniforms are made together: for a few sequences the calls cost more than the numbers."""
+
 
 class Slots:
     """State of up to `max_slots` running samples, S of them, with block tables of `table_width` blocks."""
@@ -33,6 +36,8 @@ class Slots:
         self._plan = SamplingPlan(any_greedy=False, all_greedy=False, any_temperature=False, any_truncation=False)
         self._suppressed_steps = 0
         """Steps in which some sample is still under its `min_tokens`."""
+        self._noise: list[Tensor] = []
+        """Uniforms of the coming steps, the next one last."""
 
     def fill(self, samples: Sequence[Sample]) -> None:
         """Write the slots of samples just admitted, which are consecutive."""
@@ -89,6 +94,7 @@ class Slots:
 
     def plan(self, samples: Sequence[Sample]) -> None:
         """Decide what the sampler must do for this set of running samples."""
+        self._noise = []
         params = [s.request.sampling for s in samples]
         greedy = [p.temperature == 0 for p in params]
         self._plan = SamplingPlan(
@@ -107,9 +113,12 @@ class Slots:
         if self._suppressed_steps > 0:
             self._suppressed_steps -= 1
             suppress(logits, self._end_ids[:num_running], counts < min_tokens)
+        if not self._noise:
+            ahead = torch.arange(_STEPS_AHEAD, device=self._device)[:, None]
+            self._noise = list(uniforms(keys, counts + ahead).unbind())[::-1]
         ids, logprobs = sample(
             logits,
-            uniforms(keys, counts),
+            self._noise.pop(),
             self._plan,
             temperature=floats[0],
             top_k=top_k,
