@@ -33,6 +33,8 @@ START_DEADLINE_S = 120.0
 """Time for a process to start and import the reward function (which may import torch or sympy)."""
 MAX_FAILED_STARTS = 3
 """In a row, of a function that has been imported before."""
+QUEUE_DEPTH = 8
+"""Requests a process is sent ahead, so that a quick function never waits for the driver."""
 
 # The driver's exact search path, so that what can be imported here can be imported there.
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
@@ -61,8 +63,8 @@ class _Worker:
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
         self.state: Literal["starting", "idle", "busy"] = "starting"
-        self.index = -1
-        """Which request it works on."""
+        self.queue: deque[int] = deque()
+        """Which requests it was sent; it works on the first."""
         self.deadline = time.monotonic() + START_DEADLINE_S
         self._unsent = memoryview(b"")
         self._received = bytearray()
@@ -71,14 +73,26 @@ class _Worker:
         self.send(first_message)
 
     def begin(self, index: int, payload: bytes, timeout_s: float) -> None:
-        self.state, self.index, self.deadline = "busy", index, time.monotonic() + timeout_s
+        if self.state == "idle":
+            self.state, self.deadline = "busy", time.monotonic() + timeout_s
+        self.queue.append(index)
         self.send(payload)
 
+    def finish(self, timeout_s: float) -> int:
+        """The request just answered leaves the queue, and the clock of the next one starts."""
+        index = self.queue.popleft()
+        self.deadline = time.monotonic() + timeout_s
+        if not self.queue:
+            self.state = "idle"
+        return index
+
     def send(self, payload: bytes) -> None:
-        self._unsent = memoryview(HEADER.pack(len(payload)) + payload)
-        self.flush()
-        if self._unsent:
-            self._selector.register(self.stdin, selectors.EVENT_WRITE, self)
+        waiting = bool(self._unsent)
+        self._unsent = memoryview(bytes(self._unsent) + HEADER.pack(len(payload)) + payload)
+        if not waiting:
+            self.flush()
+            if self._unsent:
+                self._selector.register(self.stdin, selectors.EVENT_WRITE, self)
 
     def on_writable(self) -> None:
         self.flush()
@@ -95,20 +109,22 @@ class _Worker:
         except BrokenPipeError:
             self._unsent = memoryview(b"")
 
-    def receive(self) -> Any:
-        """The next message, or None while it is not complete. Raises EOFError when the process has ended."""
+    def receive(self) -> list[Any]:
+        """The messages that are complete. Raises EOFError when the process has ended."""
         chunk = os.read(self.stdout.fileno(), 1 << 20)
         if not chunk:
             raise EOFError
         self._received += chunk
-        if len(self._received) < HEADER.size:
-            return None
-        (length,) = HEADER.unpack_from(self._received)
-        if len(self._received) < HEADER.size + length:
-            return None
-        message = pickle.loads(memoryview(self._received)[HEADER.size :])
-        self._received = bytearray()
-        return message
+        messages: list[Any] = []
+        start = 0
+        while len(self._received) >= start + HEADER.size:
+            end = start + HEADER.size + HEADER.unpack_from(self._received, start)[0]
+            if len(self._received) < end:
+                break
+            messages.append(pickle.loads(bytes(self._received[start + HEADER.size : end])))
+            start = end
+        del self._received[:start]
+        return messages
 
     def kill(self, grace_s: float = 0.0) -> int:
         """End the process and its children, at once or `grace_s` seconds later; its exit status (negative: the signal)."""
@@ -167,7 +183,7 @@ class ScoringPool:
         """
         try:
             while not self._was_ready:
-                self._step({})
+                self._step({}, deque())
         except BaseException:
             self.close()
             raise
@@ -182,13 +198,13 @@ class ScoringPool:
             pending = deque(range(len(requests)))
             try:
                 while len(outcomes) < len(requests):
-                    for worker in [w for w in self._workers if w.state == "idle"]:
-                        if worker.process.poll() is not None:
+                    for worker in [w for w in self._workers if w.state != "starting"]:
+                        if worker.state == "idle" and worker.process.poll() is not None:
                             self._replace(worker)  # it died between two calls: no sample is to blame
                         else:
-                            self._begin_next(worker, requests, pending, outcomes)
+                            self._fill_queue(worker, requests, pending, outcomes)
                     if len(outcomes) < len(requests):
-                        self._step(outcomes)
+                        self._step(outcomes, pending)
             except BaseException:
                 # Interrupted: answers still to come belong to requests nobody waits for any more.
                 for worker in [w for w in self._workers if w.state == "busy"]:
@@ -220,10 +236,11 @@ class ScoringPool:
         self._start_worker()
         return status
 
-    def _begin_next(
+    def _fill_queue(
         self, worker: _Worker, requests: Sequence[RewardRequest], pending: deque[int], outcomes: dict[int, ScoreOutcome]
     ) -> None:
-        while pending:
+        # Towards the end one each, so that no request waits behind another while a process has nothing to do.
+        while pending and len(worker.queue) < min(QUEUE_DEPTH, 1 + len(pending) // len(self._workers)):
             index = pending.popleft()
             try:
                 payload = pickle.dumps(requests[index], protocol=pickle.HIGHEST_PROTOCOL)
@@ -232,10 +249,10 @@ class ScoringPool:
                 outcomes[index] = ScoreOutcome(failure=reason, kind="exception")
                 continue
             worker.begin(index, payload, self.timeout_s)
-            return
 
-    def _step(self, outcomes: dict[int, ScoreOutcome]) -> None:
-        """Wait for the next event or deadline and deal with it; outcomes are added under their request's index."""
+    def _step(self, outcomes: dict[int, ScoreOutcome], pending: deque[int]) -> None:
+        """Wait for the next event or deadline and deal with it. Outcomes are added under their request's index;
+        requests that a lost process had not begun go back to `pending`."""
         deadlines = [worker.deadline for worker in self._workers if worker.state != "idle"]
         events = self._selector.select(max(0.0, min(deadlines) - time.monotonic()))
         for key, mask in events:
@@ -245,41 +262,42 @@ class ScoringPool:
             if mask & selectors.EVENT_WRITE:
                 worker.on_writable()
             else:
-                self._receive(worker, outcomes)
+                self._receive(worker, outcomes, pending)
         now = time.monotonic()
         for worker in [w for w in self._workers if w.state != "idle" and w.deadline <= now]:
             if worker.state == "starting":
                 raise UserError(
                     f"reward.function {self._function!r} takes over {START_DEADLINE_S:.0f} s to import; make it lighter"
                 )
-            outcomes[worker.index] = ScoreOutcome(
+            outcomes[worker.queue.popleft()] = ScoreOutcome(
                 failure=f"no result within {self.timeout_s:g} s (reward.timeout_s)", kind="timeout"
             )
+            pending.extendleft(reversed(worker.queue))
             self._replace(worker)
 
-    def _receive(self, worker: _Worker, outcomes: dict[int, ScoreOutcome]) -> None:
+    def _receive(self, worker: _Worker, outcomes: dict[int, ScoreOutcome], pending: deque[int]) -> None:
         try:
-            message = worker.receive()
+            messages = worker.receive()
         except EOFError:
-            self._bury(worker, outcomes)
+            self._bury(worker, outcomes, pending)
             return
-        if message is None:
-            return
-        if worker.state == "busy":
-            outcomes[worker.index] = message
-        elif message[0] == "error":
-            raise UserError(message[1])
-        else:
-            self.required_columns = message[1]
-            self._was_ready, self._failed_starts = True, 0
-        worker.state = "idle"
+        for message in messages:
+            if worker.state == "busy":
+                outcomes[worker.finish(self.timeout_s)] = message
+            elif message[0] == "error":
+                raise UserError(message[1])
+            else:
+                self.required_columns = message[1]
+                self._was_ready, self._failed_starts = True, 0
+                worker.state = "idle"
 
-    def _bury(self, worker: _Worker, outcomes: dict[int, ScoreOutcome]) -> None:
+    def _bury(self, worker: _Worker, outcomes: dict[int, ScoreOutcome], pending: deque[int]) -> None:
         # The pipe closes a moment before the exit status is there.
         status = self._replace(worker, grace_s=1.0)
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         if worker.state == "busy":
-            outcomes[worker.index] = ScoreOutcome(failure=f"the scoring process died ({how})", kind="died")
+            outcomes[worker.queue.popleft()] = ScoreOutcome(failure=f"the scoring process died ({how})", kind="died")
+            pending.extendleft(reversed(worker.queue))
         elif worker.state == "starting":
             # Where the function has been imported before, something from outside killed this process: try again.
             self._failed_starts += 1
