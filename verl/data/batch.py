@@ -164,6 +164,8 @@ class TokenBatch:
         """
         index = torch.as_tensor(indices, device=self.cu_seqlens.device)
         index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.to(torch.int64)
+        if index.equal(torch.arange(len(self), device=index.device)):
+            return self
         lengths = self.lengths[index]
         cu = _offsets(lengths)
         # Token t of the new batch is token (t - start of its new sequence) of the old sequence.

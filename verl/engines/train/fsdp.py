@@ -108,8 +108,9 @@ class FSDPEngine:
         # A batch with nothing to train on has sum 0 as well, so any divisor gives its gradient: zero.
         divisor = (loss.count(batch) if count is None else count) or 1.0
         metrics: list[Metrics] = []
-        # Transformers checkpoints in training mode alone; no other layer of these models depends on the mode.
-        self.module.train(self._gradient_checkpointing)
+        if self._gradient_checkpointing:
+            # Transformers checkpoints in training mode alone; no other layer of these models depends on the mode.
+            self.module.train()
         try:
             for indices in micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens):
                 micro_batch = batch.select(indices)
@@ -118,7 +119,8 @@ class FSDPEngine:
                 (result.total / divisor).backward()
                 metrics.append(result.metrics)
         finally:
-            self.module.eval()
+            if self._gradient_checkpointing:
+                self.module.eval()
         return merge_metrics(metrics)
 
     def optimizer_step(self) -> Metrics:

@@ -180,18 +180,18 @@ class RowLayout:
 
 def lay_out(batch: TokenBatch, *, share_prompts: bool = True) -> RowLayout:
     """The row for a batch on the CPU; a prompt that occurs more than once becomes one piece."""
-    families = _families(batch) if share_prompts else []
-    shared = [members for members in families if len(members) > 1]
-    if not shared:
+    prompts = _shareable(batch) if share_prompts else []
+    families = _families(batch, prompts)
+    if len(families) == len(batch):
         return RowLayout(batch.lengths.tolist(), None, None, None)
-    starts, prompts = batch.cu_seqlens.tolist(), _shareable(batch)
+    starts = batch.cu_seqlens.tolist()
     lengths: list[int] = []
     contexts: list[int] = []
     tokens: list[np.ndarray] = []
     places = np.empty(batch.num_tokens, dtype=np.int64)
     row = 0
     for members in families:
-        skip = int(prompts[members[0]]) if len(members) > 1 else 0
+        skip = prompts[members[0]] if len(members) > 1 else 0
         context, context_row = -1, row
         if skip:
             context = len(lengths)
@@ -221,8 +221,8 @@ def micro_batches(batch: TokenBatch, max_tokens: int, *, share_prompts: bool = T
     prompts = _shareable(batch)
     units: list[list[int]] = []
     sizes: list[int] = []
-    for members in _families(batch):
-        skip = int(prompts[members[0]])
+    for members in _families(batch, prompts):
+        skip = prompts[members[0]]
         for n, i in enumerate(members):
             if n and sizes[-1] + lengths[i] - skip <= max_tokens:
                 units[-1].append(i)
@@ -233,23 +233,22 @@ def micro_batches(batch: TokenBatch, max_tokens: int, *, share_prompts: bool = T
     return [sorted(i for unit in part for i in units[unit]) for part in pack_by_budget(sizes, max_tokens)]
 
 
-def _shareable(batch: TokenBatch) -> np.ndarray:
+def _shareable(batch: TokenBatch) -> list[int]:
     """[S] prompt tokens of each sequence but the last one; 0 where the policy chose nothing."""
-    positions = batch.loss_mask.nonzero()[:, 0]
-    index = batch.sequence_index()[positions].numpy()
-    sequences, first = np.unique(index, return_index=True)
-    out = np.zeros(len(batch), dtype=np.int64)
-    out[sequences] = np.maximum(batch.positions()[positions].numpy()[first] - 1, 0)
-    return out
+    starts = batch.cu_seqlens.numpy()
+    chosen = batch.loss_mask.nonzero()[:, 0].numpy()
+    # The first chosen token at or after each start, if it is before the sequence's end.
+    first = np.append(chosen, starts[-1])[np.searchsorted(chosen, starts[:-1])]
+    return np.where(first < starts[1:], np.maximum(first - starts[:-1] - 1, 0), 0).tolist()
 
 
-def _families(batch: TokenBatch) -> list[list[int]]:
+def _families(batch: TokenBatch, prompts: Sequence[int]) -> list[list[int]]:
     """Sequences by shareable prompt, in order of first appearance; one without any is alone."""
     ids, starts = batch.input_ids.numpy(), batch.cu_seqlens.tolist()
     families: dict[bytes | int, list[int]] = {}
-    for i, size in enumerate(_shareable(batch).tolist()):
-        key = ids[starts[i] : starts[i] + size].tobytes() if size else i
-        families.setdefault(key, []).append(i)
+    for i in range(len(batch)):
+        size = prompts[i] if prompts else 0
+        families.setdefault(ids[starts[i] : starts[i] + size].tobytes() if size else i, []).append(i)
     return list(families.values())
 
 
