@@ -250,3 +250,9 @@ def test_real_word_problems_have_solutions(tmp_path):
         assert steps
         assert last == f"#### {row['reward_model']['ground_truth']}"
     assert not {row["extra_info"]["question"] for row in train} & {row["extra_info"]["question"] for row in test}
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "arithmetic"])
+def test_the_modules_are_commands_too(name):
+    command = [sys.executable, "-m", f"verl.data.preprocess.{name}", "--help"]
+    assert "--input_path" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -178,6 +178,13 @@ def test_correctness_follows_acc_then_the_reward_and_never_a_failure():
     assert not is_correct(trajectory(0, "", 1.0, parts={}, failure="threw"))
 
 
+def test_an_interval_of_counts_is_never_below_zero():
+    answers = ["2 + 3 = 5\n#### 5", "#### 5", "#### 5", "#### 5"]
+    summary = summarize("m", [trajectory(i, answer, 1.0) for i, answer in enumerate(answers)])
+    assert summary.mean_reasoning_steps == 0.25
+    assert summary.reasoning_steps_interval[0] == 0.0 < summary.reasoning_steps_interval[1]
+
+
 def test_summary_by_hand():
     trajectories = [
         trajectory(0, "2 + 3 = 5\n#### 5", 1.0, tokens=10),

@@ -229,6 +229,8 @@ def test_export_loads_in_transformers_with_identical_logits(tmp_path, family):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("3 + 12 = 15").input_ids == AutoTokenizer.from_pretrained(source)("3 + 12 = 15").input_ids
     assert tokenizer.chat_template
+    modes = {file.stat().st_mode for file in (tmp_path / "export").glob("*.safetensors")}
+    assert modes == {(tmp_path / "export" / "config.json").stat().st_mode}
 
 
 def test_value_model_export_loads_again(folder, tmp_path):

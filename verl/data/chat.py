@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.config.schema import DataConfig, ModelConfig
 from verl.data.types import Message, Prompt
@@ -114,12 +114,12 @@ def render(
     lost = ""
     for chat in ([dict(message) for message in messages], [_with_parts(message) for message in messages]):
         try:
-            text = tokenizer.apply_chat_template(
+            text: Any = tokenizer.apply_chat_template(
                 chat,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
-                **options,
+                **cast(Any, options),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             problem = problem or error
@@ -273,7 +273,7 @@ def _close(tokenizer: PreTrainedTokenizerBase, row: SFTText, parts: list[list[in
             raise UserError(
                 "model.path: the tokenizer has no eos token to end answers with; name one in its tokenizer_config.json"
             )
-        ids.append(tokenizer.eos_token_id)
+        ids.append(cast(int, tokenizer.eos_token_id))
         mask.append(True)
     return SFTEncoding(ids=ids, loss_mask=mask)
 

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -128,7 +128,11 @@ class PromptView(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self._dataset.prompt(i) for i in range(*index.indices(len(self)))]
         return self._dataset.prompt(index)

@@ -67,7 +67,7 @@ def convert_gguf(source: str | Path, out: str | Path, dtype: Dtype = "float32") 
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf")
     # Imported here, for it imports torch.
-    from verl.engines.train.loading import quiet_transformers
+    from verl.engines.train.loading import quiet_transformers, readable_like_config
 
     partial = out.with_name(out.name + ".partial")
     with quiet_transformers():
@@ -77,6 +77,7 @@ def convert_gguf(source: str | Path, out: str | Path, dtype: Dtype = "float32") 
         partial.mkdir(parents=True)
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+    readable_like_config(partial)
     if out.exists():
         out.rmdir()
     os.replace(partial, out)
@@ -92,9 +93,10 @@ def _load(file: Path, dtype: Dtype) -> tuple[Any, Any]:
     options = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=getattr(torch, dtype), output_loading_info=True, **options
         )
+        model, info = loaded
     except Exception as error:  # A cut-off file breaks its parser in any of a dozen ways.
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"{file}: transformers {transformers.__version__} cannot read it: {reason}") from error

@@ -99,6 +99,8 @@ def summarize(name: str, trajectories: Sequence[Trajectory]) -> EvalSummary:
     accuracy, accuracy_interval = clustered_share(_by_group(samples, is_correct))
     completeness, completeness_interval = clustered_share(_by_group(samples, is_complete))
     steps, steps_interval = clustered_mean(_by_group(samples, lambda t: reasoning_steps(t.response_text)))
+    if steps_interval is not None:
+        steps_interval = max(0.0, steps_interval[0]), steps_interval[1]  # a count
     sizes = {len(group) for group in samples}
     size = sizes.pop() if len(sizes) == 1 else 1
     return EvalSummary(

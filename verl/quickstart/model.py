@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -47,7 +48,7 @@ def build_model(
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = build_tokenizer(texts, vocab_size)
+    tokenizer: Any = build_tokenizer(texts, vocab_size)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

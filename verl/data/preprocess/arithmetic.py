@@ -173,3 +173,7 @@ def _step(left: Fraction, kind: type[ast.operator], right: Fraction, lines: list
 
 def _has_x(node: ast.expr) -> bool:
     return any(isinstance(child, ast.Name) for child in ast.walk(node))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

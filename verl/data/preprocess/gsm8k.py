@@ -97,3 +97,7 @@ def read_hub(instruction: str) -> Splits:
 
 def _convert_all(rows: Rows, instruction: str) -> list[dict[str, Any]]:
     return [convert_row(row, instruction=instruction, where=rows.where(i)) for i, row in enumerate(rows)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

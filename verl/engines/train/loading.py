@@ -155,6 +155,7 @@ def export_model(module: nn.Module, model: ModelConfig, folder: Path) -> None:
         _export_tokenizer(model, folder)
     if isinstance(module, ValueModel):
         save_file({k: v.detach().cpu().contiguous() for k, v in module.value_head.state_dict().items()}, folder / VALUE_HEAD_FILE)
+    readable_like_config(folder)
 
 
 def _export_tokenizer(model: ModelConfig, folder: Path) -> None:
@@ -170,6 +171,13 @@ def _export_tokenizer(model: ModelConfig, folder: Path) -> None:
         for file in local.glob(pattern):
             if file.is_file() and file.parent.resolve() != folder.resolve():
                 shutil.copy(file, folder / file.name)
+
+
+def readable_like_config(folder: Path) -> None:
+    """Give the weights the permissions of config.json: the safetensors library lets their owner alone read them."""
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 @contextlib.contextmanager
