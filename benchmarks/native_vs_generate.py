@@ -21,8 +21,9 @@ from verl.engines.rollout.base import GenerationRequest, SamplingParams
 from verl.engines.rollout.native import NativeEngine
 
 SHAPES = {
-    "quickstart": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 32},
-    "4m": {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "head_dim": 64},
+    # vocabulary, hidden, MLP, head size, layers
+    "quickstart": (512, 64, 192, 16, 3),
+    "4m": (1024, 256, 1024, 64, 4),
 }
 
 
@@ -31,7 +32,17 @@ def load_model(name: str) -> Any:
 
     torch.manual_seed(0)
     if name in SHAPES:
-        config = Qwen3Config(num_hidden_layers=4, num_key_value_heads=2, tie_word_embeddings=True, **SHAPES[name])
+        vocab_size, hidden_size, intermediate_size, head_dim, layers = SHAPES[name]
+        config = Qwen3Config(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            head_dim=head_dim,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
         return Qwen3ForCausalLM(config).eval()
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
 
