@@ -75,6 +75,6 @@ def test_micro_batches_hold_every_sequence_once_and_keep_the_budget(sequences, b
 
 def test_samples_of_a_prompt_travel_together():
     batch = make_batch([(0, 5, 1), (1, 5, 1)] * 4)
-    # A group takes 4 + 4 * 2 tokens, where its separate sequences take 24.
-    assert micro_batches(batch, 12) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert len(micro_batches(batch, 12, share_prompts=False)) == 4
+    # A group takes 4 + 4 * 2 tokens and 3 for the copies of its context; its separate sequences take 24.
+    assert micro_batches(batch, 15) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert len(micro_batches(batch, 15, share_prompts=False)) == 4

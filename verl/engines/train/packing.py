@@ -30,6 +30,11 @@ _SCORES_PER_GROUP = 2**25
 """Most attention scores a head in one group, which bounds the eager path's memory for long sequences."""
 
 
+_COPIES_PER_TOKEN = 8
+"""Attention gathers a context's keys and values for each piece that continues it. That many copies count as one token of
+a micro-batch: keys and values are an eighth, or less, of what a layer keeps for a token."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Pieces that are padded together: `count` rows of `length` queries that see `context` tokens before them."""
@@ -224,9 +229,10 @@ def micro_batches(batch: TokenBatch, max_tokens: int, *, share_prompts: bool = T
     for members in _families(batch, prompts):
         skip = prompts[members[0]]
         for n, i in enumerate(members):
-            if n and sizes[-1] + lengths[i] - skip <= max_tokens:
+            more = lengths[i] - skip + -(-skip // _COPIES_PER_TOKEN)
+            if n and sizes[-1] + more <= max_tokens:
                 units[-1].append(i)
-                sizes[-1] += lengths[i] - skip
+                sizes[-1] += more
             else:
                 units.append([i])
                 sizes.append(lengths[i])
