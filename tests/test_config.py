@@ -287,3 +287,9 @@ def test_reading_configuration_needs_no_torch():
 
 def test_config_error_is_a_user_error():
     assert issubclass(ConfigError, UserError)
+
+
+def test_a_reward_function_alone_means_a_custom_reward():
+    assert config_from_dict({"reward.function": "r.py:f"}, require=()).reward.type == "custom"
+    with pytest.raises(ConfigError, match="would not run"):
+        config_from_dict({"reward.function": "r.py:f", "reward.type": "accuracy"}, require=())

@@ -77,7 +77,7 @@ def test_adaptive_controller_needs_something_to_control():
 
 def test_custom_reward_runs_or_is_an_error():
     assert "set reward.function=" in error_of(reward__type="custom")
-    assert "would not run" in error_of(reward__function="r.py:f")
+    assert "would not run" in error_of(reward__function="r.py:f", reward__type="accuracy")
     assert "no effect" in error_of(reward__function_kwargs={"a": 1})
     assert lines_of(reward__type="custom", reward__function="r.py:f", reward__function_kwargs={"a": 1}) == []
 

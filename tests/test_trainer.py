@@ -141,7 +141,7 @@ def test_generator_and_trainer_agree(inputs, tmp_path):
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "sft"])
 @pytest.mark.parametrize("stop", [1, 4])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kind, stop, inputs, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kind, stop, inputs, tmp_path, capsys):
     """Thirty rows in batches of eight: step 4 crosses the end of the first epoch."""
     trainer = {"grpo": GRPOTrainer, "ppo": PPOTrainer, "sft": SFTTrainer}[kind]
     common = {"training__total_steps": 6, "actor__lr_schedule": "cosine", "training__save_interval": 1, "training__keep_last": 0}
@@ -153,7 +153,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kind, stop, input
     shutil.copytree(tmp_path / "whole", cut, symlinks=True)
     for step in range(stop + 1, 7):
         shutil.rmtree(cut / "checkpoints" / f"step_{step:06d}")
+    assert "resuming" not in capsys.readouterr().out
     trainer(inputs["model"], config=config(inputs, cut, **common)).fit()
+    assert f"resuming after step {stop} from" in capsys.readouterr().out
     for role in ("actor", "critic") if kind == "ppo" else ("actor",):
         assert_same(weights(tmp_path / "whole", role), weights(cut, role))
     assert comparable(rows_of(cut)) == comparable(rows_of(tmp_path / "whole"))

@@ -140,6 +140,8 @@ def _resolve(written: Mapping[str, Written], resets: set[str], *, require: Itera
             refuse_unsupported(key, setting.value, as_written)
         values[key] = coerce(key, setting.value, setting.name)
         refuse_unsupported(key, values[key], as_written)
+    if values.get("reward.function") is not None:
+        values.setdefault("reward.type", "custom")
     for line in _report(written, settings, outcomes):
         printer(f"config: {line}")
     config = build_config(values)

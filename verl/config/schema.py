@@ -199,7 +199,7 @@ class RolloutConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     type: Literal["accuracy", "custom"] = "accuracy"
-    """accuracy, or `custom` (with `function`)."""
+    """accuracy, or `custom`: what `function` returns. Setting `function` alone means custom."""
     function: str | None = None
     """`package.module:name` or `path/to/file.py:name`, called as
     (data_source, solution_str, ground_truth, extra_info) -> float or dict with a `score`."""

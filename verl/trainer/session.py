@@ -68,6 +68,7 @@ class RunSession:
         self._kind = kind
         if self.resume_from is not None:
             self.checkpoints.use(self.resume_from)
+            print(f"resuming after step {self.start_step} from {self.resume_from} (training.resume=never starts anew)")
 
     def _find_resume(self, kind: str) -> Path | None:
         resume = self.config.training.resume
