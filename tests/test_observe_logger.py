@@ -48,6 +48,9 @@ def test_console_line_without_critic_and_with_small_or_missing_numbers():
     assert step_line(1, {"reward/mean": 0.0, "actor/approx_kl": 0.0}) == "[Step 1] Reward: 0.00 | Policy KL: 0.000"
     assert step_line(1, {"reward/mean": -0.5, "actor/policy_kl": 1.2e-5}) == "[Step 1] Reward: -0.50 | Policy KL: 1.2e-05"
     assert step_line(1, {"reward/mean": math.nan}) == "[Step 1] Reward: nan"
+    odd = {"reward/mean": 0.0, "reward/failures": 3.0, "reward/zero_std_groups": 1.0}
+    assert step_line(1, odd) == "[Step 1] Reward: 0.00 | 3 scoring failures | all groups tied"
+    assert step_line(1, {**odd, "reward/failures": 0.0, "reward/zero_std_groups": 0.9}) == "[Step 1] Reward: 0.00"
     huge = {"reward/mean": -1234.5, "critic/vf_loss": 12345.6, "actor/policy_kl": 99.9, "response_length/mean": 32768.0}
     assert len(step_line(1_000_000, {**huge, "perf/tokens_per_s": 123456.0, "timing_s/step": 1234.5})) <= 120
 

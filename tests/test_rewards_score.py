@@ -96,6 +96,15 @@ def test_custom_reward_with_failures(reward_file, caplog):
     assert caplog.text.count('raise ValueError("no score today")') == 1
 
 
+def test_a_function_that_never_works_ends_the_run_at_once(reward_file):
+    with build_reward(RewardConfig(type="custom", function=reward_file, workers=1)) as reward:
+        with pytest.raises(UserError, match=r"failed for all of the first 2 samples \(ValueError: no score today\); mend it"):
+            reward.score([trajectory("throw"), trajectory("throw")])
+        reward.score([trajectory("a", level=1), trajectory("throw")])
+        scored, _ = reward.score([trajectory("throw")])  # it has worked: these are samples' own failures
+    assert scored[0].reward_failure == "ValueError: no score today"
+
+
 def test_trl_function_and_its_columns(reward_file):
     config = RewardConfig(type="custom", function=f"{reward_file}:trl", workers=1)
     with build_reward(config) as reward:

@@ -23,7 +23,8 @@ Kind = Literal["train", "val", "sft"]
 def step_line(step: int, values: Mapping[str, float], kind: Kind = "train") -> str:
     """The console line of one logged step, e.g. `[Step 100] Reward: 0.42 | Value Loss: 0.083 | Policy KL: 0.012`.
 
-    Parts whose metric the step lacks are left out, so that only PPO shows a value loss.
+    Parts whose metric the step lacks are left out, so that only PPO shows a value loss. Failures of scoring are shown
+    where there are some, and `all groups tied` where the samples of every prompt had equal rewards.
     """
     named = {**values, **alias_values(values)}
     if kind == "val":
@@ -37,6 +38,9 @@ def step_line(step: int, values: Mapping[str, float], kind: Kind = "train") -> s
             _part("Value Loss", named.get("critic/vf_loss"), 3),
             _part("Policy KL", named.get("kl_divergence"), 3),
             _part("Length", named.get("response_length"), 0),
+            # What no curve would show at once: nothing was learnt, or not what was meant.
+            f"{values['reward/failures']:.0f} scoring failures" if values.get("reward/failures") else None,
+            "all groups tied" if values.get("reward/zero_std_groups") == 1 else None,
         ]
     tokens_per_s, seconds = named.get("perf/tokens_per_s"), named.get("timing_s/step")
     parts.append(None if tokens_per_s is None else f"{_number(tokens_per_s, 0)} tok/s")

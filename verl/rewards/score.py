@@ -30,6 +30,7 @@ class RewardScorer:
         self.config = config
         self._pool: ScoringPool | None = None
         self._shown: set[str] = set()
+        self._has_worked = False
         if config.type == "custom":
             self._pool = ScoringPool(
                 str(config.function), config.function_kwargs, num_workers=config.workers, timeout_s=config.timeout_s
@@ -61,10 +62,19 @@ class RewardScorer:
         The reward is `scale` times the score; a failed sample's is `failure_reward` as it stands. Parts are not scaled.
         The first failure of each kind is logged, an exception with its traceback; later ones are only counted.
         Metrics: see `outcome_metrics`.
+
+        Raises:
+            UserError: no call has ever succeeded, so it is the function that is wrong and not a sample.
         """
         requests = [reward_request(t.prompt, t.response_text) for t in trajectories]
         outcomes = self._pool.score(requests) if self._pool else [self._accuracy(request) for request in requests]
         self._report_first_failures(outcomes)
+        self._has_worked = self._has_worked or any(outcome.score is not None for outcome in outcomes)
+        if outcomes and not self._has_worked:
+            raise UserError(
+                f"reward.{'function' if self._pool else 'type'}: scoring failed for all of the first {len(outcomes)} samples "
+                f"({outcomes[0].failure}); mend it and start again"
+            )
         scored = [self._rewarded(t, outcome) for t, outcome in zip(trajectories, outcomes, strict=True)]
         return scored, outcome_metrics(outcomes)
 
