@@ -45,10 +45,7 @@ def make_model(folder: Path) -> None:
     build_model(folder, texts, seed=0, vocab_size=1024, hidden_size=64, num_layers=2, max_position_embeddings=2048)
 
 
-def run_verl(model: str, threads: int, out: Path) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
+def run_verl(model: str, out: Path) -> None:
     from verl.trainer.grpo import GRPOTrainer
 
     data = out.with_suffix(".jsonl")
@@ -84,10 +81,8 @@ def run_verl(model: str, threads: int, out: Path) -> None:
     out.write_text(json.dumps({"steps": marks, "tenth": ends[0]}))
 
 
-def run_trl(model: str, threads: int, out: Path) -> None:
+def run_trl(model: str, out: Path) -> None:
     import torch
-
-    torch.set_num_threads(threads)
     import transformers
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -145,7 +140,7 @@ def compare(args: argparse.Namespace) -> None:
         for round_number in range(args.rounds):
             for name, python in (("verl", sys.executable), ("trl", args.trl_python)):
                 out = Path(scratch, f"{name}{round_number}.json")
-                command = [python, __file__, name, "--model", str(model), "--threads", str(args.threads), "--out", str(out)]
+                command = [python, __file__, name, "--model", str(model), "--out", str(out)]
                 begun = time.time()
                 env = {
                     **os.environ,
@@ -185,7 +180,7 @@ def main() -> None:
     if args.what == "compare":
         compare(args)
     else:
-        {"verl": run_verl, "trl": run_trl}[args.what](args.model, args.threads, args.out)
+        {"verl": run_verl, "trl": run_trl}[args.what](args.model, args.out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ PPO: Schulman et al. 2017, with a critic (GAE, Schulman et al. 2016); dataflow: 
 
 from __future__ import annotations
 
+from verl.trainer.startup import gc_paused  # isort: skip
+
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +29,6 @@ from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps
 from verl.trainer.roles import spawn_workers
 from verl.trainer.rollouts import derive_seed, generate, training_sampling
 from verl.trainer.session import RunResult, RunSession
-from verl.trainer.startup import gc_paused
 from verl.trainer.stats import batch_metrics, policy_kl_sample
 from verl.trainer.validation import validate
 

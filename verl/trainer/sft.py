@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from verl.trainer.startup import gc_paused  # isort: skip
+
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import planned_steps
 from verl.trainer.session import RunResult, RunSession
-from verl.trainer.startup import gc_paused
 
 
 class SFTTrainer:
