@@ -8,6 +8,7 @@ from verl.config.schema import RewardConfig
 from verl.data.types import Prompt, Segment, Trajectory
 from verl.errors import UserError
 from verl.observe.metrics import Mean, Sum, metric_values
+from verl.rewards.outcome import read_result
 from verl.rewards.score import build_reward, reward_request
 
 REWARD = """
@@ -150,3 +151,10 @@ def test_a_function_that_cannot_be_imported_is_found_before_training(tmp_path):
         reward.check([])
     with pytest.raises(UserError, match=r"reward\.function is not set"):
         build_reward(RewardConfig(type="custom"))
+
+
+@pytest.mark.parametrize("key", ["mean", "min", "zero_std_groups"])
+def test_a_part_may_not_have_the_name_of_a_metric_of_the_trainer(key):
+    outcome = read_result({"score": 1.0, key: 3})
+    assert outcome.score is None and outcome.kind == "bad_result" and f"{key!r}" in outcome.failure
+    assert read_result({"score": 1.0, "length": 3}).parts == {"score": 1.0, "length": 3.0}

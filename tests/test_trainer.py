@@ -19,6 +19,7 @@ from verl.errors import UserError
 from verl.observe.metrics import unknown_metrics
 from verl.quickstart.model import build_model
 from verl.quickstart.problems import generate_problems, write_jsonl
+from verl.trainer import main_generation
 from verl.trainer.grpo import GRPOTrainer
 from verl.trainer.ppo import PPOTrainer, RLTrainer
 from verl.trainer.sft import SFTTrainer
@@ -369,3 +370,17 @@ def test_first_guides_script_trains_and_logs(inputs, tmp_path):
     table = pd.read_csv(tmp_path / "run" / "metrics.csv")
     assert {"episode_reward", "kl_divergence", "response_length"} <= set(table.columns) and len(table) == 2
     assert (tmp_path / "run" / "curves.png").is_file()
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line(inputs, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made a folder"):
+        GRPOTrainer(inputs["model"], config=config(inputs, tmp_path / "file")).fit()
+
+
+def test_generation_does_not_overwrite_its_input(inputs, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1"}\n')
+    with pytest.raises(UserError, match="is the input"):
+        main_generation.main(["--model_path", str(inputs["model"]), "--input", str(rows), "--output", str(rows)])
+    assert rows.read_text() == '{"prompt": "1 + 1"}\n'

@@ -66,5 +66,8 @@ def build_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    from verl.engines.train.loading import readable_like_config
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    readable_like_config(folder)

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+TAKEN_KEYS = frozenset(
+    (
+        *("mean", "std", "min", "max", "failures", "timeouts"),
+        *("zero_std_groups", "kl_per_sequence", "kl_coef", "kl_penalty"),
+    )
+)
+"""Names under `reward/` that the trainer's own metrics have."""
+
 FailureKind = Literal["exception", "bad_result", "timeout", "died"]
 
 
@@ -32,6 +40,8 @@ def read_result(result: Any) -> ScoreOutcome:
     if isinstance(result, Mapping):
         if "score" not in result:
             return _bad(f"the function returned a dict without 'score', with {', '.join(map(str, result)) or 'nothing'}")
+        if taken := sorted(TAKEN_KEYS & {str(key) for key in result}):
+            return _bad(f"the function returned a dict with {taken[0]!r}, a name of the trainer's own metrics; rename it")
         numbers = {str(key): _number(value) for key, value in result.items()}
         parts = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
         value, shown = numbers["score"], result["score"]

@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> None:
     quiet_third_party()
     if Path(args.output).suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"--output={args.output}: the suffix says the format; use .parquet or .jsonl")
+    if Path(args.output).resolve() == Path(args.input).resolve():
+        raise ConfigError(f"--output={args.output} is the input; the answers would replace the questions: name another file")
     config = load_config(args.config, overrides, require=())
     from verl.trainer.rollouts import generate, validation_sampling
     from verl.trainer.standalone import load_for_inference

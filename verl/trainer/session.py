@@ -47,6 +47,12 @@ class RunSession:
         self.config = config
         self.total_steps = total_steps
         self.run_dir = run_directory(config, algorithm)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"training.output_dir={self.run_dir}: cannot be made a folder ({error.strerror}); name another"
+            ) from error
         training = config.training
         link = Path(training.last_link) if training.last_link else None
         self.checkpoints = CheckpointManager(self.run_dir / "checkpoints", keep_last=training.keep_last, last_link=link)
