@@ -1,10 +1,13 @@
 """From trajectories to rewards: scale, parts, failures, metrics, and the checks before training."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
-from verl.config.schema import RewardConfig
+from verl.config.schema import DataConfig, RewardConfig
+from verl.data.datasets import make_prompt
+from verl.data.rows import load_rows
 from verl.data.types import Prompt, Segment, Trajectory
 from verl.errors import UserError
 from verl.observe.metrics import Mean, Sum, metric_values
@@ -158,3 +161,17 @@ def test_a_part_may_not_have_the_name_of_a_metric_of_the_trainer(key):
     outcome = read_result({"score": 1.0, key: 3})
     assert outcome.score is None and outcome.kind == "bad_result" and f"{key!r}" in outcome.failure
     assert read_result({"score": 1.0, "length": 3}).parts == {"score": 1.0, "length": 3.0}
+
+
+def test_a_trl_function_gets_strings_for_text_and_messages_for_messages(tmp_path):
+    file = tmp_path / "r.py"
+    file.write_text(
+        "def f(prompts, completions):\n    return [float(isinstance(prompts[0], str) and isinstance(completions[0], str))]"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1"}\n{"prompt": [{"role": "user", "content": "1 + 1"}]}\n')
+    rows = load_rows([str(tmp_path / "rows.jsonl")], split="train")
+    prompts = [make_prompt(row, uid=str(i), where="rows", data=DataConfig()) for i, row in enumerate(rows)]
+    trajectories = [replace(trajectory("2"), prompt=p) for p in prompts]
+    with build_reward(RewardConfig(type="custom", function=f"{file}:f", workers=1)) as reward:
+        scored, _ = reward.score(trajectories)
+    assert [t.reward for t in scored] == [1.0, 0.0]

@@ -112,6 +112,7 @@ def make_prompt(row: Row, *, uid: str, where: str, data: DataConfig) -> Prompt:
         uid=uid,
         messages=messages,
         raw_text=text,
+        text=value if isinstance(value := lookup(row, column), str) else None,
         data_source=str(row.get("data_source") or ""),
         ground_truth=ground_truth,
         ability=str(row.get("ability") or ""),

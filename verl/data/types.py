@@ -26,6 +26,8 @@ class Prompt:
     """What the policy sees, before the chat template."""
     raw_text: str | None = None
     """Set when the prompt is plain text to be tokenised as it is, without a chat template."""
+    text: str | None = None
+    """What the row says, where it says text and not messages."""
     data_source: str = ""
     ground_truth: Any = None
     ability: str = ""

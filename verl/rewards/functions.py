@@ -49,7 +49,7 @@ class RewardRequest:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """What the row holds besides: `extra_info` of upstream's layout and every further column, by name."""
     prompt: str | Sequence[Mapping[str, Any]] = ""
-    """Messages, or text when the prompt is plain text. Only TRL-style functions see it."""
+    """Messages, or text where the row's prompt is text. Only TRL-style functions see it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,9 @@ def reward_request(prompt: Prompt, response_text: str) -> RewardRequest:
         solution_str=response_text,
         ground_truth=prompt.ground_truth,
         extra_info=columns,
-        prompt=[dict(message) for message in prompt.messages] if prompt.raw_text is None else prompt.raw_text,
+        prompt=next(
+            (text for text in (prompt.text, prompt.raw_text) if text is not None), [dict(message) for message in prompt.messages]
+        ),
     )
 
 
