@@ -99,10 +99,10 @@ def evaluate(
     args: argparse.Namespace, files: Mapping[str, Path], models: Mapping[str, str], extra: Mapping[str, Any]
 ) -> dict[str, list]:
     """Data set -> summaries of the models on it."""
-    from verl.config import config_from_dict
+    from verl.config import EVAL, config_from_dict
     from verl.trainer.standalone import evaluate_model
 
-    config = config_from_dict(common(args, "eval"), extra, require=())
+    config = config_from_dict(common(args, "eval"), extra, purpose=EVAL)
     results = {}
     for title, file in files.items():
         results[title] = [evaluate_model(config, path, str(file), name)[0] for name, path in models.items()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.config import Config, check_config, config_from_dict
+from verl.config import ANY, Config, check_config, config_from_dict
 from verl.config.checks import _RANGES
 from verl.config.fields import FIELDS
 from verl.config.schema import AlgorithmConfig, RolloutConfig
@@ -162,7 +162,7 @@ def test_bfloat16_on_a_cpu_warns():
 
 def test_built_configurations_are_checked_too():
     with pytest.raises(ConfigError, match=r"algorithm.adv_estimator='grop': expected one of grpo, gae"):
-        check_config(Config(algorithm=AlgorithmConfig(adv_estimator="grop")), require=())  # type: ignore[arg-type]
+        check_config(Config(algorithm=AlgorithmConfig(adv_estimator="grop")), purpose=ANY)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"rollout.engine=vllm is understood but not supported"):
-        check_config(Config(rollout=RolloutConfig(engine="vllm")), require=())
-    check_config(Config(), require=())
+        check_config(Config(rollout=RolloutConfig(engine="vllm")), purpose=ANY)
+    check_config(Config(), purpose=ANY)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl.config import Config, config_from_dict
+from verl.config import ANY, Config, config_from_dict
 from verl.config.fields import FIELDS, flat_values
 from verl.config.spellings import SPELLINGS, TUTORIAL_SPELLINGS, UPSTREAM_DEFAULTS, UPSTREAM_SPELLINGS
 from verl.config.support import NOT_YET
@@ -20,7 +20,7 @@ def resolve(keys: dict[str, Any], *, needed: dict[str, Any] | None = None) -> tu
     """What differs from the defaults, and the lines printed without warnings and the note on upstream's defaults."""
     lines: list[str] = []
     base = NEEDED if needed is None else needed
-    config = config_from_dict(base, keys, require=(), printer=lines.append)
+    config = config_from_dict(base, keys, purpose=ANY, printer=lines.append)
     defaults = flat_values(Config()) | base
     changed = {key: value for key, value in flat_values(config).items() if value != defaults[key]}
     kept = [line for line in lines if "warning: " not in line and "different upstream" not in line]
@@ -84,6 +84,8 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.batch_size": (64, {"data.train_batch_size": 64}),
     "data.seq_len": (301, {"data.max_prompt_length": 150, "data.max_response_length": 151}),
     "training.learning_rate": (2e-6, {"actor.lr": 2e-6}),
+    "actor.learning_rate": (2e-6, {"actor.lr": 2e-6}),
+    "critic.learning_rate": (2e-6, {"critic.lr": 2e-6}),
     "training.batch_size": (64, {"data.train_batch_size": 64}),
     "training.gradient_clip": (0.5, BOTH_CLIPS),
     "gradient_clip": (0.5, BOTH_CLIPS),

@@ -228,7 +228,7 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_overwrites(tmp_
 def test_a_missing_or_unknown_tracker_is_one_clear_line(tmp_path, monkeypatch):
     for package in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, package, None)  # what an import finds where the package is absent
-        with pytest.raises(MissingExtraError, match=rf"{package} is not installed; run: pip install 'verl\[tracking\]'"):
+        with pytest.raises(MissingExtraError, match=rf"{package} is not installed; run: pip install -e '.*\[tracking\]'"):
             RunLogger(tmp_path, TrackingConfig(backends=[package]), 1)
     with pytest.raises(ConfigError, match=r"tracking\.backends holds 'wandbb'; use some of: console, tensorboard"):
         RunLogger(tmp_path, TrackingConfig(backends=["wandbb"]), 1)  # type: ignore[list-item]

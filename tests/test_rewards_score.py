@@ -83,7 +83,7 @@ def test_custom_reward_with_failures(reward_file, caplog):
     texts = ["abc", "hang", "throw", "nan", "number", "throw", "a"]
     with build_reward(config) as reward, caplog.at_level(logging.WARNING):
         scored, metrics = reward.score([trajectory(text, level=i) for i, text in enumerate(texts)])
-        reward.score([trajectory("throw")])
+        reward.score([trajectory("throw"), trajectory("a", level=1)])
     assert [t.response_text for t in scored] == texts
     assert [t.reward for t in scored] == [15.0, -1.0, -1.0, -1.0, 2.5, -1.0, 15.0]
     assert scored[0].reward_parts == {"score": 1.5, "length": 3.0, "level": 0.0} and scored[4].reward_parts == {}
@@ -100,13 +100,12 @@ def test_custom_reward_with_failures(reward_file, caplog):
     assert caplog.text.count('raise ValueError("no score today")') == 1
 
 
-def test_a_function_that_never_works_ends_the_run_at_once(reward_file):
+def test_a_function_that_works_for_no_sample_of_a_step_ends_the_run(reward_file):
     with build_reward(RewardConfig(type="custom", function=reward_file, workers=1)) as reward:
-        with pytest.raises(UserError, match=r"failed for all of the first 2 samples \(ValueError: no score today\); mend it"):
+        scored, _ = reward.score([trajectory("a", level=1), trajectory("throw")])  # a sample's own failure
+        with pytest.raises(UserError, match=r"failed for all 2 samples of this step \(ValueError: no score today\); mend it"):
             reward.score([trajectory("throw"), trajectory("throw")])
-        reward.score([trajectory("a", level=1), trajectory("throw")])
-        scored, _ = reward.score([trajectory("throw")])  # it has worked: these are samples' own failures
-    assert scored[0].reward_failure == "ValueError: no score today"
+    assert scored[1].reward_failure == "ValueError: no score today"
 
 
 def test_trl_function_and_its_columns(reward_file):

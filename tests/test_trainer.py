@@ -261,7 +261,12 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(case, inputs, tmp_path, 
     shutil.copy(Path(inputs["model"]) / "config.json", tmp_path / "noweights")
     given, named = BAD[case]
     given = [g.format(empty=tmp_path / "empty.jsonl", noweights=tmp_path / "noweights") for g in given]
-    base = [f"model.path={inputs['model']}", f"data.train_files=[{inputs['train']}]", "data.train_batch_size=8"]
+    base = [
+        f"model.path={inputs['model']}",
+        f"data.train_files=[{inputs['train']}]",
+        "data.train_batch_size=8",
+        "data.max_response_length=8",
+    ]
     with pytest.raises(SystemExit) as exit_:
         run_main(main, [*base, "training.output_dir=run", *given])
     assert exit_.value.code == 2
@@ -374,7 +379,7 @@ def test_first_guides_script_trains_and_logs(inputs, tmp_path):
 
 def test_an_output_folder_that_cannot_be_made_is_one_line(inputs, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made a folder"):
+    with pytest.raises(UserError, match="is a file; name a folder"):
         GRPOTrainer(inputs["model"], config=config(inputs, tmp_path / "file")).fit()
 
 

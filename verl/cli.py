@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import verl
-from verl.trainer.entry import run_main, split_overrides
+from verl.trainer.entry import parse_arguments, run_main
 
 _ENTRY_POINTS = {
     "train": ("verl.trainer.main_ppo", "train with reinforcement learning"),
@@ -19,17 +19,16 @@ _ENTRY_POINTS = {
 
 
 def _config(argv: Sequence[str]) -> None:
-    """Print every key with its default and meaning, or the resolved configuration of --config and overrides."""
+    """Print the keys with default and meaning, or the resolved configuration of --config and overrides."""
     parser = argparse.ArgumentParser(prog="verl config", description=_config.__doc__)
-    parser.add_argument("--config", metavar="FILE", help="YAML file")
-    options, overrides = split_overrides(argv)
-    args = parser.parse_args(options)
-    from verl.config import config_to_yaml, describe_config, load_config
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show only keys that hold one of these words (a section, say)")
+    args, overrides = parse_arguments(parser, argv)
+    from verl.config import ANY, config_to_yaml, describe_config, load_config
 
     if args.config is None and not overrides:
-        print(describe_config())
+        print(describe_config(args.words))
     else:
-        print(config_to_yaml(load_config(args.config, overrides, require=(), printer=lambda line: print(line, file=sys.stderr))))
+        print(config_to_yaml(load_config(args.config, overrides, purpose=ANY, printer=lambda line: print(line, file=sys.stderr))))
 
 
 def _convert(argv: Sequence[str]) -> None:

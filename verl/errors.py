@@ -1,5 +1,9 @@
 """Errors that are the user's to mend. Entry points print them as one line and exit with code 2."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 
 class UserError(ValueError):
     """Bad input: the message names the field or file, the value, and the fix, in one line."""
@@ -17,4 +21,10 @@ class MissingExtraError(UserError):
     """An optional dependency is not installed; the message holds the install line."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'verl[{extra}]'")
+        super().__init__(f"{package} is not installed; run: pip install {_requirement(extra)}")
+
+
+def _requirement(extra: str) -> str:
+    """This very verl with `extra`: the source tree it runs from where there is one."""
+    root = Path(__file__).resolve().parent.parent
+    return f"-e '{root}[{extra}]'" if (root / "pyproject.toml").is_file() else f"'verl[{extra}]'"

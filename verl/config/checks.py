@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl.config.fields import coerce, flat_values
+from verl.config.purpose import SFT, SFT_LR, TRAIN, Purpose
 from verl.config.schema import Config
 from verl.config.support import refuse_unsupported
 from verl.errors import ConfigError
 
 _CRITIC = vars(Config().critic)
-
-REQUIRED_TO_TRAIN = ("model.path", "data.train_files")
 
 LARGE_ACTOR_LR = 2e-5
 """Adam updates of a pretrained model by policy gradients tend to diverge above this learning rate."""
@@ -118,11 +117,11 @@ _RANGES: dict[str, _Range] = {
 }
 
 
-def check_config(config: Config, *, require: Iterable[str] = REQUIRED_TO_TRAIN, printer: Callable[[str], object] = print) -> None:
+def check_config(config: Config, *, purpose: Purpose = TRAIN, printer: Callable[[str], object] = print) -> None:
     """Check types, choices, ranges and how the keys fit together; print a line for each warning.
 
     Args:
-        require: keys that must not be empty.
+        purpose: what the configuration is for; checks of RL alone are left out for others.
         printer: takes one line at a time.
     Raises:
         ConfigError: the first thing that cannot work, with the arithmetic and the fix.
@@ -130,7 +129,7 @@ def check_config(config: Config, *, require: Iterable[str] = REQUIRED_TO_TRAIN, 
     values = flat_values(config)
     for key, value in values.items():
         refuse_unsupported(key, coerce(key, value))
-    for key in require:
+    for key in purpose.required:
         if values[key] in ("", None, []):
             raise ConfigError(f"{key} is required; set {key}=...")
     for key, limits in _RANGES.items():
@@ -138,10 +137,11 @@ def check_config(config: Config, *, require: Iterable[str] = REQUIRED_TO_TRAIN, 
             raise ConfigError(f"{key}={values[key]:g}: must be {limits}")
     _check_lengths(config)
     _check_batches(config)
-    _check_algorithm(config)
+    if purpose.trains_by_rl:
+        _check_algorithm(config)
     _check_reward(config)
     _check_training(config)
-    for line in _warnings(config):
+    for line in _warnings(config, purpose):
         printer(f"config: warning: {line}")
 
 
@@ -237,7 +237,16 @@ def _check_training(config: Config) -> None:
         )
 
 
-def _warnings(config: Config) -> Iterator[str]:
+def _warnings(config: Config, purpose: Purpose) -> Iterator[str]:
+    if purpose.trains_by_rl:
+        yield from _rl_warnings(config)
+    if purpose is SFT and 0 < config.actor.lr < 0.2 * SFT_LR:
+        yield f"actor.lr={config.actor.lr:g} is a rate of RL, at which fine-tuning changes next to nothing; {SFT_LR:g} is usual"
+    if config.training.device == "cpu" and config.model.dtype == "bfloat16":
+        yield "model.dtype=bfloat16 on a CPU is several times slower than float32"
+
+
+def _rl_warnings(config: Config) -> Iterator[str]:
     algorithm, actor, critic, rollout = config.algorithm, config.actor, config.critic, config.rollout
     has_critic = algorithm.adv_estimator == "gae"
     if not _is_small(config.model.path):
@@ -272,8 +281,6 @@ def _warnings(config: Config) -> Iterator[str]:
         ]
         if idle:
             yield f"critic.{', critic.'.join(idle)}: no effect with algorithm.adv_estimator=grpo, which trains no critic"
-    if config.training.device == "cpu" and config.model.dtype == "bfloat16":
-        yield "model.dtype=bfloat16 on a CPU is several times slower than float32"
 
 
 def _is_small(model_path: str) -> bool:

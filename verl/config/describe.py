@@ -6,14 +6,16 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from verl.config import schema
-from verl.config.checks import REQUIRED_TO_TRAIN
 from verl.config.fields import FIELDS, Field
+from verl.config.purpose import TRAIN
 from verl.config.schema import Config
+from verl.errors import ConfigError
 
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -50,22 +52,28 @@ def _docs_of_class(node: ast.ClassDef) -> dict[str, str]:
     return docs
 
 
-def describe_config() -> str:
-    """The table of `verl config`: each key with its default and what it means."""
+def describe_config(words: Sequence[str] = ()) -> str:
+    """The table of `verl config`: each key (that holds one of `words`, if any) with its default and what it means.
+
+    Raises ConfigError when no key holds any of them.
+    """
     docs = field_docs()
     blocks = []
     for section in dataclasses.fields(Config):
         lines = [f"[{section.name}]"]
         for key, field in FIELDS.items():
-            if key.startswith(section.name + "."):
+            if key.startswith(section.name + ".") and (not words or any(word in key for word in words)):
                 lines.append(f"{key} = {default_text(field)}")
                 lines += textwrap.wrap(docs[key], width=110, initial_indent="    ", subsequent_indent="    ")
-        blocks.append("\n".join(lines) + "\n")
+        if len(lines) > 1:
+            blocks.append("\n".join(lines) + "\n")
+    if not blocks:
+        raise ConfigError(f"no key holds {' or '.join(words)}; `verl config` lists all of them")
     return "\n".join(blocks)
 
 
 def default_text(field: Field) -> str:
     """The default as YAML writes it."""
-    if field.key in REQUIRED_TO_TRAIN:
+    if field.key in TRAIN.required:
         return "(required)"
     return yaml.safe_dump(field.default, default_flow_style=True, width=200).removesuffix("...\n").strip()

@@ -72,6 +72,8 @@ _CHOICE_SPELLINGS: dict[str, dict[str, str]] = {
 
 def plain_choice(key: str, value: Any) -> Any:
     """A choice in the schema's own spelling (PPO -> gae, BF16 -> bfloat16); any other value as it is."""
+    if key == "training.resume" and isinstance(value, bool):
+        return "auto" if value else "never"
     if not isinstance(value, str) or key not in FIELDS or get_origin(FIELDS[key].type) is not Literal:
         return value
     lowered = value.lower()

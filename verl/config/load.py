@@ -7,14 +7,16 @@ overrides. Within one source two spellings of one key must agree; between source
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from verl.config.checks import REQUIRED_TO_TRAIN, check_config
+from verl.config.checks import check_config
 from verl.config.fields import FIELDS, build_config, coerce, plain_choice
-from verl.config.read import FILE, OVERRIDES, Written, flatten, read_sources
+from verl.config.purpose import TRAIN, Purpose
+from verl.config.read import DEFAULTS, FILE, OVERRIDES, Written, flatten, read_sources
 from verl.config.schema import Config
 from verl.config.spellings import SPELLINGS, UPSTREAM_DEFAULTS, UPSTREAM_SPELLINGS, Outcome
 from verl.config.support import NOT_YET, refuse_unsupported
@@ -27,7 +29,8 @@ def load_config(
     config_file: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
-    require: Iterable[str] = REQUIRED_TO_TRAIN,
+    purpose: Purpose = TRAIN,
+    base: Mapping[str, Any] | None = None,
     printer: Printer = print,
 ) -> Config:
     """Read a YAML file and overrides of Hydra's grammar into a checked configuration.
@@ -38,19 +41,21 @@ def load_config(
     Args:
         config_file: YAML file, relative to the working directory; None takes the defaults.
         overrides: `a.b=c`, also with a leading `+` or `++`; `~a.b` resets a key to its default.
-        require: keys that must be set; an entry point that does not train asks for fewer.
+        purpose: what the configuration is for: which keys must be set, and which override would do nothing.
+        base: canonical keys that stand in for the schema's defaults.
         printer: takes one line at a time.
     Raises:
         ConfigError: in one line, what is wrong and how to mend it.
     """
     written, resets = read_sources(config_file, overrides)
-    return _resolve(written, resets, require=require, printer=printer)
+    weakest = {key: Written(value=value, source=DEFAULTS) for key, value in (base or {}).items()}
+    return _resolve({**weakest, **written}, resets, purpose=purpose, printer=printer, overrides_from=OVERRIDES)
 
 
 def config_from_dict(
     values: Mapping[str, Any],
     *stronger: Mapping[str, Any],
-    require: Iterable[str] = REQUIRED_TO_TRAIN,
+    purpose: Purpose = TRAIN,
     printer: Printer = print,
 ) -> Config:
     """A checked configuration from nested or dotted keys, in any spelling: what `config_to_dict` gives, for one.
@@ -64,7 +69,7 @@ def config_from_dict(
     written: dict[str, Written] = {}
     for source, keys in enumerate((values, *stronger), start=FILE):
         written |= {key: Written(value=value, source=source) for key, value in flatten(keys).items()}
-    return _resolve(written, set(), require=require, printer=printer)
+    return _resolve(written, set(), purpose=purpose, printer=printer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,10 @@ class _View:
         return self.written[key].value if key in self.written else None
 
 
-def _resolve(written: Mapping[str, Written], resets: set[str], *, require: Iterable[str], printer: Printer) -> Config:
+def _resolve(
+    written: Mapping[str, Written], resets: set[str], *, purpose: Purpose, printer: Printer, overrides_from: float = math.inf
+) -> Config:
+    """`overrides_from`: the weakest source whose keys were written for `purpose` alone."""
     _refuse_unknown([*written, *resets])
     settings, outcomes = _translate({key: entry for key, entry in written.items() if key not in resets or key not in SPELLINGS})
     for key in resets:
@@ -136,16 +144,19 @@ def _resolve(written: Mapping[str, Written], resets: set[str], *, require: Itera
     values = {}
     for key, setting in settings.by_key.items():
         as_written = f"{setting.name}={written[setting.name].value}"
+        if setting.source >= overrides_from:
+            purpose.refuse_idle(key, as_written)
         if get_origin(FIELDS[key].type) is Literal:  # some choices are only known as not supported yet
             refuse_unsupported(key, setting.value, as_written)
         values[key] = coerce(key, setting.value, setting.name)
         refuse_unsupported(key, values[key], as_written)
     if values.get("reward.function") is not None:
         values.setdefault("reward.type", "custom")
+    values = {**purpose.defaults, **values}
     for line in _report(written, settings, outcomes):
         printer(f"config: {line}")
     config = build_config(values)
-    check_config(config, require=require, printer=printer)
+    check_config(config, purpose=purpose, printer=printer)
     return config
 
 

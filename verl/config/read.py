@@ -65,6 +65,11 @@ def read_sources(config_file: str | Path | None, overrides: Sequence[str]) -> tu
     return written, resets
 
 
+def read_file(config_file: str | Path) -> dict[str, Any]:
+    """Flat keys of a YAML file and of what its `defaults:` list names."""
+    return {key: written.value for key, written in read_sources(config_file, ())[0].items()}
+
+
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys. A mapping that is itself a value (reward.function_kwargs) stays one.
 
@@ -109,8 +114,19 @@ def _read_file(path: Path) -> tuple[Any, Iterable[str]]:
     from omegaconf import DictConfig, OmegaConf
     from yaml import YAMLError
 
+    presets = _presets()
+    if str(path) in presets:
+        return OmegaConf.load(presets[str(path)]), ()
+    if path.is_dir():
+        inside = sorted(file.name for file in path.glob("*.y*ml"))
+        raise ConfigError(
+            f"config file {str(path)!r} is a folder; give a YAML file{' in it: ' + ', '.join(inside[:5]) if inside else ''}"
+        )
     if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist (from {os.getcwd()}); give the path of a YAML file")
+        raise ConfigError(
+            f"config file {str(path)!r} does not exist (from {os.getcwd()}); give the path of a YAML file, or a preset: "
+            f"{', '.join(presets)}"
+        )
     try:
         tree = OmegaConf.load(path)
     except (YAMLError, OSError, UnicodeDecodeError) as error:
@@ -125,6 +141,10 @@ def _read_file(path: Path) -> tuple[Any, Iterable[str]]:
     return _compose(path), set(flatten(own))
 
 
+def _presets() -> dict[str, Path]:
+    return {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
+
+
 def _compose(path: Path) -> Any:
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -132,7 +152,6 @@ def _compose(path: Path) -> Any:
 
     if path.suffix != ".yaml":
         raise ConfigError(f"config file {str(path)!r} has a defaults list, so its name must end in .yaml; rename it")
-    presets = sorted(preset.stem for preset in (Path(__file__).parent / "presets").glob("*.yaml"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Hydra wants `_self_` spelled out; last, its default, is what is meant
         try:
@@ -141,7 +160,7 @@ def _compose(path: Path) -> Any:
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(
                 f"config file {str(path)!r}: {_first_line(error)} Its defaults list may name files beside it and the "
-                f"presets {', '.join(presets)}"
+                f"presets {', '.join(_presets())}"
             ) from None
 
 

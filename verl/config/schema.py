@@ -46,7 +46,7 @@ class DataConfig:
     train_batch_size: int = 256
     """Prompts a step."""
     max_prompt_length: int = 512
-    """Tokens; longer prompts are filtered (see below) before training."""
+    """Tokens; longer prompts are dropped before training, or an error: see filter_overlong_prompts."""
     max_response_length: int = 512
     """Tokens the policy may generate per answer."""
     filter_overlong_prompts: bool = True
@@ -97,7 +97,7 @@ class AlgorithmConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     lr: float = 1e-6
-    """AdamW's peak learning rate."""
+    """AdamW's peak learning rate. `verl sft` takes 1e-5 unless this is set."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """constant, linear or cosine, after warm-up."""
     lr_warmup_steps: int = 0
@@ -254,13 +254,13 @@ class TrainingConfig:
     save_interval: int | None = None
     """Steps between checkpoints. None: at the end only; 0: never."""
     keep_last: int = 2
-    """Checkpoints kept; 0 keeps all."""
+    """Checkpoints kept, besides the one that the run was resumed from; 0 keeps all."""
     eval_interval: int | None = None
     """Steps between validations. None: at the start and at the end; 0: never."""
     eval_before_training: bool = True
     """Validate once before the first step, so that the curve has its start."""
     resume: str = "auto"
-    """auto (go on from output_dir's last checkpoint, if any), never, or a checkpoint folder."""
+    """auto (go on from output_dir's last checkpoint, if any), never, or a checkpoint folder. true and false: auto, never."""
     last_link: str | None = "checkpoints/last"
     """A link kept at this path to the newest complete checkpoint of the newest run; null for none."""
     max_policy_lag: int = 0

@@ -261,6 +261,8 @@ TUTORIAL_SPELLINGS: dict[str, Spelling] = {
         how="half each, or what the one given leaves",
     ),
     "training.learning_rate": to("actor.lr"),
+    "actor.learning_rate": to("actor.lr"),
+    "critic.learning_rate": to("critic.lr"),
     "training.batch_size": to("data.train_batch_size"),
     "training.gradient_clip": to(*_GRADIENT_CLIP, weak=True),
     "gradient_clip": to(*_GRADIENT_CLIP, weak=True),

@@ -34,6 +34,11 @@ class Prompt:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every further column of the row, by name; `extra_info` of upstream's layout stays under that name."""
 
+    @property
+    def shown(self) -> str | list[dict[str, Any]]:
+        """The prompt as files show it: text or messages."""
+        return self.raw_text if self.raw_text is not None else [dict(message) for message in self.messages]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:

@@ -67,7 +67,7 @@ def convert_gguf(source: str | Path, out: str | Path, dtype: Dtype = "float32") 
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf")
     # Imported here, for it imports torch.
-    from verl.engines.train.loading import quiet_transformers, readable_like_config
+    from verl.engines.train.loading import quiet_transformers, share_permissions
 
     partial = out.with_name(out.name + ".partial")
     with quiet_transformers():
@@ -77,7 +77,7 @@ def convert_gguf(source: str | Path, out: str | Path, dtype: Dtype = "float32") 
         partial.mkdir(parents=True)
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-    readable_like_config(partial)
+    share_permissions(partial)
     if out.exists():
         out.rmdir()
     os.replace(partial, out)

@@ -24,7 +24,8 @@ def step_line(step: int, values: Mapping[str, float], kind: Kind = "train") -> s
     """The console line of one logged step, e.g. `[Step 100] Reward: 0.42 | Value Loss: 0.083 | Policy KL: 0.012`.
 
     Parts whose metric the step lacks are left out, so that only PPO shows a value loss. Failures of scoring are shown
-    where there are some, and `all groups tied` where the samples of every prompt had equal rewards.
+    where there are some, and `all groups tied` where the samples of every prompt had equal rewards;
+    `critic only` says that it is warming up.
     """
     named = {**values, **alias_values(values)}
     if kind == "val":
@@ -38,6 +39,7 @@ def step_line(step: int, values: Mapping[str, float], kind: Kind = "train") -> s
             _part("Value Loss", named.get("critic/vf_loss"), 3),
             _part("Policy KL", named.get("kl_divergence"), 3),
             _part("Length", named.get("response_length"), 0),
+            "critic only" if "critic/vf_loss" in values and not any(name.startswith("actor/") for name in values) else None,
             # What no curve would show at once: nothing was learnt, or not what was meant.
             f"{values['reward/failures']:.0f} scoring failures" if values.get("reward/failures") else None,
             "all groups tied" if values.get("reward/zero_std_groups") == 1 else None,
@@ -67,13 +69,18 @@ def _part(label: str, value: float | None, digits: int) -> str | None:
 
 
 def _is_headline(name: str) -> bool:
-    return name.startswith("val/") and name.rsplit("/", 1)[-1] in ("accuracy", "reward")
+    return name.startswith("val/") and name.rsplit("/", 1)[-1] in ("accuracy", "reward", "loss")
 
 
 def _validation_label(name: str) -> str:
     """`val/gsm8k/accuracy` -> `Validation gsm8k Accuracy`."""
     *source, measure = name.split("/")[1:]
     return " ".join(["Validation", *source, measure.capitalize()])
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class ProgressTask:

@@ -153,7 +153,8 @@ def wilson_interval(share: float, n: float) -> Interval:
     z2 = Z_95**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At the ends the formula gives the end itself, were it not for rounding.
+    return 0.0 if share == 0 else max(0.0, centre - half), 1.0 if share == 1 else min(1.0, centre + half)
 
 
 def clustered_share(groups: Sequence[Sequence[float]]) -> tuple[float, Interval]:

@@ -13,7 +13,16 @@ from verl.config.schema import TrackingConfig
 from verl.data.types import Trajectory
 from verl.observe.console import Kind, final_line, progress, step_line
 from verl.observe.metrics import Metric
-from verl.observe.records import METRICS_FILE, SAMPLES_FILE, CsvTable, append_line, read_jsonl, to_json_line, write_atomically
+from verl.observe.records import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    CsvTable,
+    append_line,
+    read_jsonl,
+    set_aside,
+    to_json_line,
+    write_atomically,
+)
 from verl.observe.trackers import open_trackers
 
 _BAR_LABEL = {"train": "Training", "sft": "Fine-tuning"}
@@ -48,7 +57,7 @@ class RunLogger:
         self._samples_file = self.run_dir / SAMPLES_FILE
         for path in (self._metrics_file, self._samples_file):
             if path.exists():
-                _keep_until(path, resumed_step) if resumed_step else _set_aside(path)
+                _keep_until(path, resumed_step) if resumed_step else set_aside(path)
         rows = read_jsonl(self._metrics_file) if self._metrics_file.exists() else []
         self._csv = CsvTable(self.run_dir / "metrics.csv", rows)
         self._last: tuple[int, Mapping[str, float]] | None = None
@@ -111,19 +120,11 @@ def _keep_until(path: Path, step: int) -> None:
     write_atomically(path, "".join(to_json_line(row) for row in read_jsonl(path) if row["step"] <= step))
 
 
-def _set_aside(path: Path) -> None:
-    """Rename `metrics.jsonl` to the first free `metrics.N.jsonl`."""
-    number = 1
-    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(kept)
-
-
 def _sample(trajectory: Trajectory) -> dict[str, Any]:
     prompt = trajectory.prompt
     return {
         "uid": prompt.uid,
-        "prompt": prompt.raw_text if prompt.raw_text is not None else [dict(message) for message in prompt.messages],
+        "prompt": prompt.shown,
         "response": trajectory.response_text,
         "ground_truth": prompt.ground_truth,
         "reward": trajectory.reward,

@@ -154,6 +154,7 @@ METRICS: dict[str, MetricInfo] = {
     "val/reward": MetricInfo("reward", "mean reward of held-out answers", "rises with reward/mean"),
     "val/response_length": MetricInfo("tokens", "mean length of a held-out answer"),
     "val/truncated": MetricInfo("share", "held-out answers that ran into the length limit", "< 0.1"),
+    "val/loss": MetricInfo("nats/token", "negative log-likelihood of held-out answers (fine-tuning)", "falls, then levels off"),
     "val/*": MetricInfo("-", "a measure of held-out answers, by its name (per data source where there are several)"),
     # Supervised fine-tuning
     "sft/loss": MetricInfo("nats/token", "negative log-likelihood of the trained tokens", "falls"),

@@ -112,6 +112,7 @@ def _draw_validation(axes: Axes, runs: Sequence[RunRecord]) -> None:
         percent = [100 * value for value in values]
         axes.plot(steps, percent, color=colour, marker="o", markersize=3.5, linewidth=1.8, label=label)
     _dress(axes, "Held-out accuracy", "%, last value in the legend")
+    axes.set_ylim(top=min(100, axes.get_ylim()[1]))
     axes.legend(fontsize=7, frameon=False)
 
 
@@ -164,6 +165,8 @@ def plot_comparison(path: Path, panels: Mapping[str, Sequence[Bar]], *, title: s
                 f"{bar.value:.3g}", (position, bar.high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9
             )
         axes.margins(y=0.15)
+        if measure.endswith("%"):
+            axes.set_ylim(top=min(100, axes.get_ylim()[1]))
         _dress(axes, measure, "", steps=False)
     figure.suptitle(title, fontsize=12, color=_INK)
     _save(figure, path)

@@ -31,11 +31,34 @@ ROW_KEYS = ("step", "kind", "time")
 """Keys of a row that are no metrics."""
 
 
+def check_writable(name: str, path: Path, *, folder: bool) -> None:
+    """Before any work: can `path` be written as a folder (or file)? Changes nothing.
+
+    name: the setting or option it comes from, for the message.
+    Raises UserError when something of the other kind stands there or the place cannot be written to.
+    """
+    if path.exists() and path.is_dir() is not folder:
+        raise UserError(f"{name}={path} is a {'file' if folder else 'folder'}; name a {'folder' if folder else 'file'}")
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if existing != path and not existing.is_dir():
+        raise UserError(f"{name}={path} cannot be made: {existing} is no folder; name another")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{name}={path} cannot be written: {existing} is not writable; name another")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def set_aside(path: Path) -> None:
+    """Rename `metrics.jsonl` to the first free `metrics.N.jsonl`."""
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.observe.metrics import metric_info
 from verl.observe.plots import draw_runs
-from verl.observe.records import CONFIG_FILE, INFO_FILE, SAMPLES_FILE, RunRecord, read_jsonl, read_run
+from verl.observe.records import CONFIG_FILE, INFO_FILE, SAMPLES_FILE, RunRecord, check_writable, read_jsonl, read_run
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
@@ -71,12 +71,15 @@ def report_table(run_dirs: Sequence[Path], width: int = 80) -> str:
     """The headline metrics of each run, first and last value, at most `width` columns wide where names allow."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     table = Table(box=None, pad_edge=False)
-    table.add_column("first → last")
-    for run in runs:
-        table.add_column(run.name, justify="right", overflow="fold")
+    table.add_column("first → last", no_wrap=True)
+    # Names of more than two runs leave the numbers no room.
+    heads = [run.name for run in runs] if len(runs) < 3 else [f"[{number}]" for number in range(1, len(runs) + 1)]
+    for head in heads:
+        table.add_column(Text(head), justify="right", overflow="fold")
     table.add_column("unit")
     names = [name for name in _TERMINAL_METRICS if any(run.series(name)[0] for run in runs)]
     for name in names:
@@ -85,8 +88,9 @@ def report_table(run_dirs: Sequence[Path], width: int = 80) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, no_color=True)
     console.print(table)
-    for run in runs:
-        console.print(f"{run.name}: step {run.rows[-1]['step']}", highlight=False)
+    for head, run in zip(heads, runs, strict=True):
+        label = run.name if head == run.name else f"{head} {run.name}"
+        console.print(f"{label}: step {run.rows[-1]['step']}", highlight=False, markup=False)
     return text.getvalue()
 
 
@@ -96,8 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/grpo-qwen3")
     parser.add_argument("--output", type=Path, help="page to write; default: report.html in the first run's folder")
     options = parser.parse_args(arguments)
+    output = options.output or options.runs[0] / "report.html"
+    for run in options.runs:
+        read_run(run)
+    check_writable("--output", output, folder=False)
     print(report_table(options.runs), end="")
-    print(f"report: {build_report(options.runs, options.output or options.runs[0] / 'report.html')}")
+    print(f"report: {build_report(options.runs, output)}")
 
 
 def _figure(runs: Sequence[RunRecord], title: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from verl.observe.records import CONFIG_FILE, INFO_FILE, write_atomically
+from verl.observe.records import CONFIG_FILE, INFO_FILE, set_aside, write_atomically
 
 _PACKAGES = ("torch", "transformers", "numpy", "vllm", "sglang", "megatron-core", "ray")
 
@@ -21,15 +21,22 @@ _PACKAGES = ("torch", "transformers", "numpy", "vllm", "sglang", "megatron-core"
 def run_info(run_dir: Path, config: str) -> None:
     """Write `config.yaml` (the resolved configuration, as text) and add this start to `run.json`.
 
-    `run.json` holds a list with one entry a start, so that a resumed run shows what each part ran with.
+    A configuration that differs from the one already there leaves that as `config.1.yaml` and so on. `run.json` holds a
+    list with one entry a start, so that a resumed run shows what each part ran with.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    _keep_changed(run_dir / CONFIG_FILE, config)
     write_atomically(run_dir / CONFIG_FILE, config)
     info_file = run_dir / INFO_FILE
     starts = json.loads(info_file.read_text(encoding="utf-8")) if info_file.exists() else []
     starts.append(describe_run())
     write_atomically(info_file, json.dumps(starts, indent=2) + "\n")
+
+
+def _keep_changed(file: Path, text: str) -> None:
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        set_aside(file)
 
 
 def describe_run() -> dict[str, Any]:

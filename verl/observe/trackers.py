@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import uuid
 from collections.abc import Callable, Mapping
@@ -95,13 +96,19 @@ TRACKERS: dict[str, Callable[[Path, TrackingConfig, int], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
 }
-"""Values of tracking.backends besides `console`."""
+"""Values of tracking.backends besides `console`; each is also the name of the library it needs."""
+
+
+def check_trackers(tracking: TrackingConfig) -> None:
+    """Raises ConfigError for an unknown backend, MissingExtraError where its library is not installed."""
+    for name in tracking.backends:
+        if name != "console" and name not in TRACKERS:
+            raise ConfigError(f"tracking.backends holds {name!r}; use some of: console, {', '.join(TRACKERS)}")
+        if name != "console" and importlib.util.find_spec(name) is None:
+            raise MissingExtraError(name, "tracking")
 
 
 def open_trackers(run_dir: Path, tracking: TrackingConfig, resumed_step: int) -> list[Tracker]:
     """One tracker a backend asked for. Raises ConfigError for an unknown one, MissingExtraError for an absent library."""
-    names = [name for name in tracking.backends if name != "console"]
-    for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(f"tracking.backends holds {name!r}; use some of: console, {', '.join(TRACKERS)}")
-    return [TRACKERS[name](run_dir, tracking, resumed_step) for name in names]
+    check_trackers(tracking)
+    return [TRACKERS[name](run_dir, tracking, resumed_step) for name in tracking.backends if name != "console"]

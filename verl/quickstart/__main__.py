@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.data.types import Trajectory
+from verl.observe.evaluation import is_correct
 from verl.trainer.entry import run_main
 
 NUM_DEMONSTRATIONS = 4000
@@ -123,17 +125,30 @@ def rl_config(paths: QuickstartPaths, seed: int) -> dict[str, Any]:
 
 def compare(paths: QuickstartPaths, models: Mapping[str, str], seed: int) -> None:
     """Evaluate the stages on the held-out problems; print the table, write it and its plot."""
-    from verl.config import config_from_dict
+    from verl.config import EVAL, config_from_dict
     from verl.observe.evaluation import comparison_markdown, comparison_panels, comparison_table
     from verl.observe.plots import plot_comparison
+    from verl.observe.report import build_report
     from verl.trainer.standalone import evaluate_model
 
-    config = config_from_dict(common_config(seed), require=())
-    summaries = [evaluate_model(config, path, str(paths.data("test")), name)[0] for name, path in models.items()]
+    config = config_from_dict(common_config(seed), purpose=EVAL)
+    measured = [evaluate_model(config, path, str(paths.data("test")), name) for name, path in models.items()]
+    summaries = [summary for summary, _ in measured]
     print(comparison_table(summaries))
+    print_example({summary.name: answers for summary, answers in measured})
     (paths.root / "results.json").write_text(json.dumps([asdict(s) for s in summaries], indent=1))
     (paths.root / "table.md").write_text(comparison_markdown(summaries))
     print(f"plot: {plot_comparison(paths.root / 'comparison.png', comparison_panels(summaries))}")
+    print(f"report: {build_report([paths.rl, paths.sft], paths.root / 'report.html')}")
+
+
+def print_example(answers: Mapping[str, Sequence[Trajectory]]) -> None:
+    """One problem as the stages answer it: the first that the last stage has right and the one before has wrong."""
+    *_, before, after = answers.values()
+    index = next((i for i, (a, b) in enumerate(zip(before, after, strict=True)) if is_correct(b) and not is_correct(a)), 0)
+    print(f"for example: {after[index].prompt.text} (right: {after[index].prompt.ground_truth})")
+    for name, trajectories in answers.items():
+        print(f"  {name:<10} {trajectories[index].response_text.strip()!r}")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def build_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    from verl.engines.train.loading import readable_like_config
+    from verl.engines.train.loading import share_permissions
 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    readable_like_config(folder)
+    share_permissions(folder)

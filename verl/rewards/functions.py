@@ -20,7 +20,8 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,8 @@ def load_reward_function(spec: str, function_kwargs: Mapping[str, Any]) -> Rewar
     name = name or DEFAULT_NAME
     _add_to_path(Path.cwd())
     try:
-        module = _import_file(Path(target).expanduser()) if target.endswith(".py") else importlib.import_module(target)
+        with _importing(spec):
+            module = _import_file(Path(target).expanduser()) if target.endswith(".py") else importlib.import_module(target)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -124,6 +126,28 @@ def load_reward_function(spec: str, function_kwargs: Mapping[str, Any]) -> Rewar
     if not callable(function):
         raise UserError(f"reward.function {spec!r} is a {type(function).__name__}, not a function; name one that can be called")
     return adapt_reward_function(function, spec, function_kwargs)
+
+
+_imported_now: str | None = None
+
+
+@contextmanager
+def _importing(spec: str) -> Iterator[None]:
+    global _imported_now
+    _imported_now = spec
+    try:
+        yield
+    finally:
+        _imported_now = None
+
+
+def refuse_training_while_importing() -> None:
+    """Raises UserError when the file of a reward function, being imported to score with it, starts to train itself."""
+    if _imported_now is not None:
+        raise UserError(
+            f"reward.function {_imported_now!r}: scoring processes import that file, and it starts a training when it is "
+            "imported; put the training under `if __name__ == '__main__':`, or the function in a file of its own"
+        )
 
 
 def adapt_reward_function(function: Callable[..., Any], spec: str, function_kwargs: Mapping[str, Any]) -> RewardFunction:

@@ -13,7 +13,7 @@ from verl.data.types import Prompt, Trajectory
 from verl.errors import UserError
 from verl.observe.metrics import Mean, Metrics, Sum, merge_metrics
 from verl.rewards import accuracy
-from verl.rewards.functions import RewardRequest, check_reward_config, trl_columns
+from verl.rewards.functions import RewardRequest, check_reward_config, refuse_training_while_importing, trl_columns
 from verl.rewards.math_answers import parse_ground_truth
 from verl.rewards.outcome import ScoreOutcome, read_result
 from verl.rewards.pool import ScoringPool
@@ -27,10 +27,10 @@ class RewardScorer:
     def __init__(self, config: RewardConfig) -> None:
         """Raises UserError when the section cannot work; the function it names is imported in the background."""
         check_reward_config(config)
+        refuse_training_while_importing()
         self.config = config
         self._pool: ScoringPool | None = None
         self._shown: set[str] = set()
-        self._has_worked = False
         if config.type == "custom":
             self._pool = ScoringPool(
                 str(config.function), config.function_kwargs, num_workers=config.workers, timeout_s=config.timeout_s
@@ -49,6 +49,8 @@ class RewardScorer:
             return
         self._pool.wait_until_ready()
         for prompt in prompts[:1]:
+            if prompt.ground_truth is None:
+                print("data: no column holds an answer, so the reward function gets ground_truth=None (set data.answer_key)")
             columns = trl_columns(reward_request(prompt, ""))
             missing = [name for name in self._pool.required_columns if name not in columns]
             if missing:
@@ -64,19 +66,34 @@ class RewardScorer:
         Metrics: see `outcome_metrics`.
 
         Raises:
-            UserError: no call has ever succeeded, so it is the function that is wrong and not a sample.
+            UserError: every call failed, so it is the function that is wrong and not a sample.
         """
         requests = [reward_request(t.prompt, t.response_text) for t in trajectories]
         outcomes = self._pool.score(requests) if self._pool else [self._accuracy(request) for request in requests]
         self._report_first_failures(outcomes)
-        self._has_worked = self._has_worked or any(outcome.score is not None for outcome in outcomes)
-        if outcomes and not self._has_worked:
+        if outcomes and all(outcome.score is None for outcome in outcomes):
             raise UserError(
-                f"reward.{'function' if self._pool else 'type'}: scoring failed for all of the first {len(outcomes)} samples "
-                f"({outcomes[0].failure}); mend it and start again"
+                f"reward.{self._key}: scoring failed for all {len(outcomes)} samples of this step ({outcomes[0].failure}); "
+                "mend it and start again"
             )
         scored = [self._rewarded(t, outcome) for t, outcome in zip(trajectories, outcomes, strict=True)]
         return scored, outcome_metrics(outcomes)
+
+    def try_once(self, prompt: Prompt) -> tuple[str, float]:
+        """An answer, the ground truth where that is text, and its reward. Raises UserError when scoring it fails."""
+        answer = prompt.ground_truth if isinstance(prompt.ground_truth, str) else "0"
+        request = reward_request(prompt, answer)
+        outcome = self._pool.score([request])[0] if self._pool else self._accuracy(request)
+        if outcome.score is None:
+            detail = f"\n{outcome.traceback}" if outcome.traceback else ""
+            raise UserError(
+                f"reward.{self._key}: scoring the answer {answer!r} to row {prompt.uid} failed: {outcome.failure}{detail}"
+            )
+        return answer, self.config.scale * outcome.score
+
+    @property
+    def _key(self) -> str:
+        return "function" if self._pool else "type"
 
     def close(self) -> None:
         if self._pool is not None:

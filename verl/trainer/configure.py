@@ -7,9 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from verl.config import Config, config_from_dict, config_to_dict
-from verl.config.read import flatten
+from verl.config import TRAINER, Config, Purpose, config_from_dict, config_to_dict
+from verl.config.read import flatten, read_file
 from verl.errors import ConfigError
+from verl.rewards.functions import refuse_training_while_importing
 
 _SECTIONS = frozenset(f.name for f in fields(Config))
 
@@ -18,23 +19,41 @@ def configure(
     model_config: Config | str | Path | Mapping[str, Any],
     given: Mapping[str, Any],
     *,
-    config: Mapping[str, Any] | None = None,
+    purpose: Purpose = TRAINER,
+    config: Mapping[str, Any] | str | Path | None = None,
     train_files: str | Sequence[str] | None = None,
     val_files: str | Sequence[str] | None = None,
     reward_function: str | Callable[..., Any] | None = None,
+    **unknown: Any,
 ) -> Config:
     """The configuration a trainer class works with; `given` (what the class itself sets) wins.
 
     Args:
         model_config: a Config; a model folder or hub id; a `model` section; or a dict of sections (any spelling).
-        config: further keys, nested or dotted, in any spelling.
+        config: further keys, nested or dotted, in any spelling; or a YAML file of them.
         train_files, val_files: shorthands for the keys of section `data`.
         reward_function: `package.module:name`, `file.py:name`, or a function defined at a module's top level.
     Raises:
         ConfigError: in one line, as `load_config` does.
     """
+    refuse_training_while_importing()
+    if unknown:
+        raise ConfigError(
+            f"{next(iter(unknown))} is no option of a trainer; give config={{'section.key': value}} (`verl config` lists the "
+            "keys), train_files, val_files or reward_function"
+        )
     shorthands = _shorthands(train_files, val_files, reward_function)
-    return config_from_dict(_sections_of(model_config), config or {}, shorthands, given, require=("model.path",))
+    return config_from_dict(_sections_of(model_config), _keys_of(config), shorthands, given, purpose=purpose)
+
+
+def _keys_of(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, str | Path):
+        return read_file(config)
+    if config is None or isinstance(config, Mapping):
+        return config or {}
+    if isinstance(config, Config):
+        return config_to_dict(config)
+    raise ConfigError(f"config is a {type(config).__name__}; give a dict of keys, a YAML file or a Config")
 
 
 def _sections_of(model_config: Config | str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from verl.config import Config, Purpose
+    from verl.trainer.session import RunResult
 
 _OVERRIDE = re.compile(r"^(\+{0,2}[A-Za-z_][\w.@/]*=|~[A-Za-z_])", re.DOTALL)
 
@@ -35,8 +40,38 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return [a for a in argv if not _OVERRIDE.match(a)], overrides
 
 
-def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser for `--config FILE`, to be used on what `split_overrides` leaves."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, usage=f"{prog} [--config FILE] [section.key=value ...]")
-    parser.add_argument("--config", metavar="FILE", help="YAML file; `verl config` lists the keys")
-    return parser
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(options, overrides). `parser` gets `--config FILE`, and a usage line that shows the overrides."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file, or a preset (cpu, grpo, ppo)")
+    parser.epilog = "section.key=value overrides the file; `verl config` lists the keys."
+    parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%") + " [section.key=value ...]"
+    options, overrides = split_overrides(argv)
+    return parser.parse_args(options), overrides
+
+
+class Trainer(Protocol):
+    """What the training commands need of a trainer."""
+
+    def dry_run(self) -> str: ...
+
+    def fit(self) -> RunResult: ...
+
+
+def run_training(argv: Sequence[str], *, description: str, purpose: Purpose, make: Callable[[Config], Trainer]) -> None:
+    """A training command: read the configuration, then train or, with `--check`, say what would be done."""
+    parser = argparse.ArgumentParser(prog=purpose.command, description=description)
+    parser.add_argument("--check", action="store_true", help="check config, data, reward, model and output folder, then stop")
+    args, overrides = parse_arguments(parser, argv)
+    from verl.config import load_config
+    from verl.observe.console import quiet_third_party
+
+    quiet_third_party()
+    trainer = make(load_config(args.config, overrides, purpose=purpose))
+    if args.check:
+        print(trainer.dry_run())
+        print("check passed; nothing was trained or written")
+        return
+    result = trainer.fit()
+    print(f"run: {result.run_dir}")
+    if result.checkpoint is not None:
+        print(f"checkpoint: {result.checkpoint}")

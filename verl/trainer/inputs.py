@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.manager import MANIFEST, resolve_checkpoint
 from verl.config.schema import Config
 from verl.data.datasets import PromptDataset, load_prompt_dataset
 from verl.data.tokenizer import load_tokenizer
-from verl.engines.train.loading import check_model_folder
+from verl.engines.train.loading import check_model_folder, context_length
 from verl.errors import ConfigError
 from verl.rewards.score import RewardScorer, build_reward
 
@@ -23,12 +25,43 @@ class RLInputs:
     reward: RewardScorer
 
 
+def resolve_model(path: str) -> str:
+    """A model folder or hub id as it is; for a run or checkpoint folder, the model of its newest checkpoint.
+
+    Raises UserError when it can be none of these.
+    """
+    folder = Path(path).expanduser()
+    is_run = (folder / "checkpoints").is_dir() or any(folder.glob("step_*"))
+    if (folder / MANIFEST).exists() or (is_run and not (folder / "config.json").is_file()):
+        return str(resolve_checkpoint(folder))
+    check_model_folder(path)
+    return path
+
+
+def resolve_models(config: Config) -> Config:
+    """`config` with the model itself at every place where a run or checkpoint folder stands for one."""
+    config = replace(config, model=replace(config.model, path=resolve_model(config.model.path)))
+    if config.critic.path and config.algorithm.adv_estimator == "gae":
+        config = replace(config, critic=replace(config.critic, path=resolve_model(config.critic.path)))
+    return config
+
+
+def check_context_length(config: Config, dataset: PromptDataset) -> None:
+    """Raises ConfigError when the longest prompt with a response may take more positions than the model has."""
+    limit, lengths = context_length(config.model.path), dataset.lengths
+    if limit is None or lengths is None:
+        return
+    prompt, response = int(lengths.max()), config.data.max_response_length
+    if prompt + response > limit:
+        raise ConfigError(
+            f"data.max_response_length={response} after the longest prompt of {prompt} tokens makes {prompt + response}, over "
+            f"the {limit} positions of {config.model.path}; lower it or data.max_prompt_length, or scale the model's rope"
+        )
+
+
 def load_rl_inputs(config: Config) -> RLInputs:
     """Raises UserError, one line, for the first thing that cannot work."""
     reward = build_reward(config.reward)
-    check_model_folder(config.model.path)
-    if config.critic.path and config.algorithm.adv_estimator == "gae":
-        check_model_folder(config.critic.path)
     tokenizer = load_tokenizer(config.model)
     train = load_prompt_dataset(config.data.train_files, config.data, config.model, tokenizer, "train")
     validation = None
@@ -36,6 +69,7 @@ def load_rl_inputs(config: Config) -> RLInputs:
         validation = load_prompt_dataset(config.data.val_files, config.data, config.model, tokenizer, "test")
     for dataset in (train, validation):
         if dataset is not None:
+            check_context_length(config, dataset)
             reward.check(dataset.prompts)
     return RLInputs(tokenizer=tokenizer, train=train, validation=validation, reward=reward)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from verl.trainer.entry import run_main, split_overrides
+from verl.trainer.entry import parse_arguments, run_main
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,19 +24,24 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--eval_dataset", required=True, metavar="FILE", help="data file or folder; the suffix may be left out")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the models in the table")
     parser.add_argument("--output", metavar="DIR", help="write results.json, table.md and every answer (answers.jsonl) here")
-    parser.add_argument("--config", metavar="FILE", help="YAML file, as for training")
-    options, overrides = split_overrides(argv)
-    args = parser.parse_args(options)
-    from verl.config import load_config
+    args, overrides = parse_arguments(parser, argv)
+    from verl.config import EVAL, load_config
     from verl.errors import ConfigError
     from verl.observe.console import quiet_third_party
     from verl.observe.evaluation import comparison_markdown, comparison_table
+    from verl.observe.records import check_writable
 
     quiet_third_party()
     if args.names and len(args.names) != len(args.model_path):
         raise ConfigError(f"--names has {len(args.names)} names for {len(args.model_path)} models; give one a model")
-    config = load_config(args.config, overrides, require=())
-    from verl.trainer.standalone import evaluate_model, model_names, resolve_dataset, resolve_model
+    if args.output:
+        check_writable("--output", Path(args.output), folder=True)
+    from verl.trainer.inputs import resolve_model
+    from verl.trainer.run_settings import trained_settings
+    from verl.trainer.standalone import evaluate_model, model_names, resolve_dataset
+
+    base = None if args.config else trained_settings(args.model_path, EVAL)
+    config = load_config(args.config, overrides, purpose=EVAL, base=base)
 
     for path in args.model_path:
         resolve_model(path)  # every path is checked before the first model loads
@@ -61,6 +66,7 @@ def _answer(name: str, trajectory) -> dict:
         "model": name,
         "uid": trajectory.prompt.uid,
         "sample": trajectory.sample_index,
+        "prompt": trajectory.prompt.shown,
         "response": trajectory.response_text,
         "ground_truth": trajectory.prompt.ground_truth,
         "reward": trajectory.reward,

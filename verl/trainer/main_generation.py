@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.trainer.entry import run_main, split_overrides
+from verl.trainer.entry import parse_arguments, run_main
 
 
 def main(argv: Sequence[str]) -> None:
@@ -19,21 +19,24 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--model_path", required=True, metavar="DIR", help="model, checkpoint or run folder, or hub id")
     parser.add_argument("--input", required=True, metavar="FILE", help="data file or folder; the suffix may be left out")
     parser.add_argument("--output", required=True, metavar="FILE", help="where to write: .parquet or .jsonl")
-    parser.add_argument("--config", metavar="FILE", help="YAML file, as for training")
-    options, overrides = split_overrides(argv)
-    args = parser.parse_args(options)
-    from verl.config import load_config
+    args, overrides = parse_arguments(parser, argv)
+    from verl.config import GENERATE, load_config
     from verl.errors import ConfigError
-    from verl.observe.console import quiet_third_party
+    from verl.observe.console import plural, quiet_third_party
+    from verl.observe.records import check_writable
 
     quiet_third_party()
     if Path(args.output).suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"--output={args.output}: the suffix says the format; use .parquet or .jsonl")
     if Path(args.output).resolve() == Path(args.input).resolve():
         raise ConfigError(f"--output={args.output} is the input; the answers would replace the questions: name another file")
-    config = load_config(args.config, overrides, require=())
+    check_writable("--output", Path(args.output), folder=False)
     from verl.trainer.rollouts import generate, validation_sampling
+    from verl.trainer.run_settings import trained_settings
     from verl.trainer.standalone import load_for_inference
+
+    base = None if args.config else trained_settings([args.model_path], GENERATE)
+    config = load_config(args.config, overrides, purpose=GENERATE, base=base)
 
     rollout, prompts, config = load_for_inference(config, args.model_path, args.input)
     sampling = validation_sampling(config)
@@ -43,13 +46,13 @@ def main(argv: Sequence[str]) -> None:
         group = trajectories[start : start + sampling.n]
         rows.append({**_columns(group[0].prompt), "responses": [t.response_text for t in group]})
     _write(rows, Path(args.output))
-    print(f"written: {args.output} ({len(rows)} rows, {sampling.n} responses each)")
+    print(f"written: {args.output} ({plural(len(rows), 'row')}, {plural(sampling.n, 'response')} each)")
 
 
 def _columns(prompt) -> dict:
     return {
         "uid": prompt.uid,
-        "prompt": prompt.raw_text if prompt.raw_text is not None else [dict(m) for m in prompt.messages],
+        "prompt": prompt.shown,
         "data_source": prompt.data_source,
         "ground_truth": None if prompt.ground_truth is None else str(prompt.ground_truth),
         **prompt.extra,

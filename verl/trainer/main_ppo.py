@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.trainer.entry import config_parser, run_main, split_overrides
+from verl.trainer.entry import run_main, run_training
 
 
 def main(argv: Sequence[str]) -> None:
     """Train; every output goes to the run's folder."""
-    parser = config_parser("verl train", "Train a language model with reinforcement learning.")
-    parser.add_argument("--check", action="store_true", help="check config, data, reward and model folder, then stop")
-    options, overrides = split_overrides(argv)
-    args = parser.parse_args(options)
-    from verl.config import load_config
-    from verl.observe.console import quiet_third_party
+    from verl.config import TRAIN
 
-    quiet_third_party()
-    config = load_config(args.config, overrides)
-    from verl.trainer.ppo import RLTrainer
+    run_training(argv, description="Train a language model with reinforcement learning.", purpose=TRAIN, make=_trainer)
 
-    trainer = RLTrainer(config)
-    if args.check:
-        print(trainer.check())
-        return
-    result = trainer.fit()
-    print(f"run: {result.run_dir}")
-    if result.checkpoint is not None:
-        print(f"checkpoint: {result.checkpoint}")
+
+def _trainer(config):
+    from verl.trainer.ppo import RLTrainer  # heavy, and not needed to find a mistake in the configuration
+
+    return RLTrainer(config)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.trainer.entry import config_parser, run_main, split_overrides
+from verl.trainer.entry import run_main, run_training
 
 
 def main(argv: Sequence[str]) -> None:
     """Fine-tune; every output goes to the run's folder."""
-    parser = config_parser("verl sft", "Fine-tune a language model on prompts with answers.")
-    options, overrides = split_overrides(argv)
-    args = parser.parse_args(options)
-    from verl.config import load_config
-    from verl.observe.console import quiet_third_party
+    from verl.config import SFT
 
-    quiet_third_party()
-    config = load_config(args.config, overrides)
-    from verl.trainer.sft import SFTTrainer
+    run_training(argv, description="Fine-tune a language model on prompts with answers.", purpose=SFT, make=_trainer)
 
-    result = SFTTrainer(config).fit()
-    print(f"run: {result.run_dir}")
-    if result.checkpoint is not None:
-        print(f"checkpoint: {result.checkpoint}")
+
+def _trainer(config):
+    from verl.trainer.sft import SFTTrainer  # heavy, and not needed to find a mistake in the configuration
+
+    return SFTTrainer(config)
 
 
 if __name__ == "__main__":

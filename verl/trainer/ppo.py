@@ -22,13 +22,15 @@ from verl.data.batch import TokenBatch
 from verl.data.loader import PromptLoader
 from verl.data.types import EncodedPrompt
 from verl.engines.train.base import Loss
+from verl.errors import ConfigError, UserError
+from verl.observe.console import plural
 from verl.observe.metrics import Last, Metrics, merge_metrics, metric_values
 from verl.observe.timing import Timer
 from verl.trainer.configure import configure
-from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps
+from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps, resolve_models
 from verl.trainer.roles import spawn_workers
 from verl.trainer.rollouts import derive_seed, generate, training_sampling
-from verl.trainer.session import RunResult, RunSession
+from verl.trainer.session import RunResult, RunSession, plan_session
 from verl.trainer.stats import batch_metrics, policy_kl_sample
 from verl.trainer.validation import validate
 
@@ -45,7 +47,7 @@ class RLTrainer:
     reference: WorkerGroup | None
 
     def __init__(self, config: Config, *, algorithm: Algorithm | None = None) -> None:
-        self.config = config
+        self.config = config = resolve_models(config)
         self.algorithm = algorithm or build_algorithm(config)
         self.timer = Timer()
         self.global_step = 0
@@ -62,7 +64,12 @@ class RLTrainer:
             if self.global_step == 0 and self.config.training.eval_before_training and self.config.training.eval_interval != 0:
                 self.validate()
             for prompts in batches:
-                metrics = self.step(prompts)
+                try:
+                    metrics = self.step(prompts)
+                except UserError:  # raised before any weight has moved
+                    session.save_before_leaving(self.global_step, self.save)
+                    raise
+                self._position = self.loader.state_dict()
                 logger.log(self.global_step, metrics)
                 if session.due(self.global_step, self.config.training.eval_interval):
                     self.validate()
@@ -146,13 +153,30 @@ class RLTrainer:
 
     def check(self) -> str:
         """Find everything that can be wrong with the input, without loading a model; returns what would be done."""
-        self.inputs: RLInputs = load_rl_inputs(self.config)
-        steps = planned_steps(self.config, len(self.inputs.train))
-        updates = self.algorithm.updates_per_step(self.config.data.train_batch_size)
+        config = self.config
+        self.inputs: RLInputs = load_rl_inputs(config)
+        self.total_steps = planned_steps(config, len(self.inputs.train))
+        warmup = config.critic.warmup_steps if self.algorithm.value_loss is not None else 0
+        if warmup >= self.total_steps:
+            raise ConfigError(
+                f"critic.warmup_steps={warmup} of {self.total_steps} steps: the policy would never be trained; lower it"
+            )
+        plan_session(config, algorithm=self.algorithm.name, kind="train", total_steps=self.total_steps)
+        updates = self.algorithm.updates_per_step(config.data.train_batch_size)
         return (
-            f"{self.algorithm.name} on {self.config.model.path}: {len(self.inputs.train)} training prompts, {steps} steps of "
-            f"{self.config.data.train_batch_size} prompts x {self.config.rollout.n} samples, {updates} updates a step"
+            f"{self.algorithm.name} on {config.model.path}: {plural(len(self.inputs.train), 'training prompt')}, "
+            f"{plural(self.total_steps, 'step')} of {plural(config.data.train_batch_size, 'prompt')} x "
+            f"{plural(config.rollout.n, 'sample')}, {plural(updates, 'update')} a step"
+            + (f", the first {plural(warmup, 'step')} for the critic alone" if warmup else "")
         )
+
+    def dry_run(self) -> str:
+        """`check`, and one call of the reward; loads no model and writes nothing."""
+        lines = [self.check()]
+        with self.inputs.reward as reward:
+            answer, outcome = reward.try_once(self.inputs.train.prompts[0])
+        lines.append(f"reward of the answer {answer!r} to the first prompt: {outcome:g}")
+        return "\n".join(lines)
 
     @gc_paused()
     def prepare(self) -> None:
@@ -161,7 +185,7 @@ class RLTrainer:
             return
         config = self.config
         print(self.check())
-        total_steps = planned_steps(config, len(self.inputs.train))
+        total_steps = self.total_steps
         self.session = RunSession(config, algorithm=self.algorithm.name, kind="train", total_steps=total_steps)
         self.loader = PromptLoader(
             self.inputs.train,
@@ -171,6 +195,7 @@ class RLTrainer:
             prefetch=config.data.prefetch,
             total_steps=total_steps,
         )
+        self._position = self.loader.state_dict()  # of the batches whose step is done
         groups = spawn_workers(config, self.algorithm, total_steps)
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.critic, self.reference = groups.get("critic"), groups.get("reference")
@@ -181,7 +206,7 @@ class RLTrainer:
         """Write a checkpoint: a Hugging Face model folder with, inside, what exact resume needs."""
         state = {
             "policy_version": self.policy_version,
-            "loader": self.loader.state_dict(),
+            "loader": self._position,
             "kl_controller": None if self.kl_controller is None else asdict(self.kl_controller),
         }
         return self.session.save(self.global_step, state, self._write_models)
@@ -197,6 +222,7 @@ class RLTrainer:
         if self.critic is not None:
             self.critic.load(folder / "critic")
         self.loader.load_state_dict(state["loader"])
+        self._position = state["loader"]
         self.global_step, self.policy_version = state["step"], state["policy_version"]
         if state["kl_controller"] is not None:
             self.kl_controller = KLController(**state["kl_controller"])

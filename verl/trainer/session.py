@@ -6,17 +6,22 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.checkpoint.manager import CheckpointManager, resolve_checkpoint
+from verl.checkpoint.manager import CheckpointManager, newest_checkpoint, resolve_checkpoint
 from verl.checkpoint.rng import rng_state, set_rng_state
 from verl.config import Config, config_to_yaml
+from verl.config.fields import flat_values
+from verl.engines.train.loading import resolve_device
 from verl.errors import UserError
 from verl.observe.logger import RunLogger
+from verl.observe.records import check_writable
 from verl.observe.run_info import run_info
+from verl.observe.trackers import check_trackers
 
 STATE_FILE = "trainer.json"
 
@@ -33,11 +38,98 @@ class RunResult:
 
 
 def run_directory(config: Config, algorithm: str) -> Path:
-    """training.output_dir, or runs/{experiment}; the experiment's default name is {algorithm}-{model}."""
+    """training.output_dir, or runs/{experiment}; the experiment's default name is {algorithm}-{model}, where the model
+    of a checkpoint is called by its run."""
     if config.training.output_dir:
         return Path(config.training.output_dir)
-    name = config.tracking.experiment or f"{algorithm}-{Path(config.model.path).name}"
-    return Path("runs") / name
+    model = Path(config.model.path)
+    if model.parent.name == "checkpoints" and model.parent.parent.name:
+        model = model.parent.parent
+    return Path("runs") / (config.tracking.experiment or f"{algorithm}-{model.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionPlan:
+    """Where a run will be written, and what it will go on from."""
+
+    run_dir: Path
+    resume_from: Path | None
+    state: dict[str, Any]
+    """Of the driver, as the checkpoint holds it; empty without one."""
+
+    @property
+    def start_step(self) -> int:
+        return self.state.get("step", 0)
+
+
+def plan_session(config: Config, *, algorithm: str, kind: Literal["train", "sft"], total_steps: int) -> SessionPlan:
+    """Look, without writing anything, at the run's folder, device and trackers.
+
+    Raises:
+        UserError: the folder cannot be made, holds another run's checkpoint or a finished run; the device or the library
+            of a tracker is absent.
+    """
+    resolve_device(config.training.device)
+    check_trackers(config.tracking)
+    run_dir = run_directory(config, algorithm)
+    check_writable("training.output_dir", run_dir, folder=True)
+    resume_from = _find_resume(config, run_dir, kind)
+    plan = SessionPlan(
+        run_dir=run_dir,
+        resume_from=resume_from,
+        state={} if resume_from is None else json.loads((resume_from / STATE_FILE).read_text()),
+    )
+    if plan.start_step >= total_steps:
+        raise UserError(
+            f"nothing to train: {resume_from} is at step {plan.start_step} of {total_steps}; raise "
+            "training.total_steps (or max_epochs), set training.resume=never, or choose another training.output_dir"
+        )
+    return plan
+
+
+def _find_resume(config: Config, run_dir: Path, kind: str) -> Path | None:
+    resume = config.training.resume
+    if resume == "never":
+        return None
+    found = newest_checkpoint(run_dir / "checkpoints") if resume == "auto" else resolve_checkpoint(resume)
+    if found is None:
+        return None
+    saved = json.loads((found / STATE_FILE).read_text())["fingerprint"]
+    differing = [
+        f"{key} was {saved.get(key)!r}, is {value!r}"
+        for key, value in _fingerprint(config, kind).items()
+        if saved.get(key) != value
+    ]
+    if differing:
+        raise UserError(
+            f"{found} belongs to another run ({'; '.join(differing)}); set training.resume=never or another training.output_dir"
+        )
+    return found
+
+
+def _fingerprint(config: Config, kind: str) -> dict[str, Any]:
+    """Settings a checkpoint cannot be resumed without."""
+    return {
+        "kind": kind,
+        "model.path": config.model.path,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "data.train_files": list(config.data.train_files),
+        "data.train_batch_size": config.data.train_batch_size,
+        "training.seed": config.training.seed,
+    }
+
+
+_UNTOLD = ("training.output_dir", "training.resume", "training.last_link", "tracking.*")
+"""Settings that a resumed run may change without a word: they touch no number."""
+
+
+def changed_settings(before: Mapping[str, Any], config: Config) -> list[str]:
+    """`key old -> new` for each setting that differs from `before`, which holds flat values."""
+    return [
+        f"{key} {before[key]} -> {value}"
+        for key, value in flat_values(config).items()
+        if key in before and before[key] != value and not any(fnmatchcase(key, pattern) for pattern in _UNTOLD)
+    ]
 
 
 class RunSession:
@@ -46,26 +138,16 @@ class RunSession:
     def __init__(self, config: Config, *, algorithm: str, kind: Literal["train", "sft"], total_steps: int) -> None:
         self.config = config
         self.total_steps = total_steps
-        self.run_dir = run_directory(config, algorithm)
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"training.output_dir={self.run_dir}: cannot be made a folder ({error.strerror}); name another"
-            ) from error
         training = config.training
+        run_dir = run_directory(config, algorithm)
+        check_writable("training.output_dir", run_dir, folder=True)
         link = Path(training.last_link) if training.last_link else None
-        self.checkpoints = CheckpointManager(self.run_dir / "checkpoints", keep_last=training.keep_last, last_link=link)
-        self.resume_from = self._find_resume(kind)
-        state = {} if self.resume_from is None else json.loads((self.resume_from / STATE_FILE).read_text())
-        self.state: dict[str, Any] = state
-        self.start_step: int = state.get("step", 0)
-        if self.start_step >= total_steps:
-            raise UserError(
-                f"nothing to train: {self.resume_from} is at step {self.start_step} of {total_steps}; raise "
-                "training.total_steps (or max_epochs), set training.resume=never, or choose another training.output_dir"
-            )
-        run_info(self.run_dir, config_to_yaml(config))
+        # First, since it completes or clears what a killed run left there.
+        self.checkpoints = CheckpointManager(run_dir / "checkpoints", keep_last=training.keep_last, last_link=link)
+        plan = plan_session(config, algorithm=algorithm, kind=kind, total_steps=total_steps)
+        self.run_dir, self.resume_from, self.state, self.start_step = run_dir, plan.resume_from, plan.state, plan.start_step
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_info(run_dir, config_to_yaml(config))
         # Fine-tuning takes many short steps; twenty lines say as much as hundreds.
         console_every = max(1, total_steps // 20) if kind == "sft" else 1
         self.logger = RunLogger(
@@ -75,39 +157,8 @@ class RunSession:
         if self.resume_from is not None:
             self.checkpoints.use(self.resume_from)
             print(f"resuming after step {self.start_step} from {self.resume_from} (training.resume=never starts anew)")
-
-    def _find_resume(self, kind: str) -> Path | None:
-        resume = self.config.training.resume
-        if resume == "never":
-            return None
-        found = self.checkpoints.latest() if resume == "auto" else resolve_checkpoint(resume)
-        if found is None:
-            return None
-        saved = json.loads((found / STATE_FILE).read_text())
-        mine = self._fingerprint(kind)
-        differing = [
-            f"{key} was {saved['fingerprint'].get(key)!r}, is {value!r}"
-            for key, value in mine.items()
-            if saved["fingerprint"].get(key) != value
-        ]
-        if differing:
-            raise UserError(
-                f"{found} belongs to another run ({'; '.join(differing)}); "
-                "set training.resume=never or another training.output_dir"
-            )
-        return found
-
-    def _fingerprint(self, kind: str) -> dict[str, Any]:
-        """Settings a checkpoint cannot be resumed without."""
-        c = self.config
-        return {
-            "kind": kind,
-            "model.path": c.model.path,
-            "algorithm.adv_estimator": c.algorithm.adv_estimator,
-            "data.train_files": list(c.data.train_files),
-            "data.train_batch_size": c.data.train_batch_size,
-            "training.seed": c.training.seed,
-        }
+            if changed := changed_settings(self.state.get("config", {}), config):
+                print(f"resuming with changed settings: {', '.join(changed)}")
 
     def due(self, step: int, interval: int | None) -> bool:
         """Whether something done every `interval` steps is due: None means after the last step only, 0 never."""
@@ -119,7 +170,8 @@ class RunSession:
         """One atomic checkpoint: models by `write_models`, the driver's `state`, random number generators."""
         with self.checkpoints.saving(step) as folder:
             write_models(folder)
-            record = {**state, "rng": rng_state(), "step": step, "fingerprint": self._fingerprint(self._kind)}
+            record = {**state, "rng": rng_state(), "step": step, "config": flat_values(self.config)}
+            record["fingerprint"] = _fingerprint(self.config, self._kind)
             (folder / STATE_FILE).write_text(json.dumps(record))
         latest = self.checkpoints.latest()
         assert latest is not None  # just written
@@ -128,9 +180,15 @@ class RunSession:
     def stop_if_interrupted(self, step: int, save: Callable[[], Path]) -> None:
         """After a step: if Ctrl-C came during it, keep the work and raise KeyboardInterrupt."""
         if self._interrupt.came:
-            if self.config.training.save_interval != 0 and not self.due(step, self.config.training.save_interval):
-                print(f"saved: {save()}")
+            self.save_before_leaving(step, save)
             raise KeyboardInterrupt
+
+    def save_before_leaving(self, step: int, save: Callable[[], Path]) -> None:
+        """Save what was learnt since the last checkpoint, unless checkpoints are off."""
+        if self.config.training.save_interval == 0 or step == self.start_step:
+            return
+        if not self.due(step, self.config.training.save_interval):
+            print(f"saved: {save()}")
 
     def __enter__(self) -> RunSession:
         self._interrupt = _Interrupt()

@@ -6,28 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from verl.checkpoint.manager import resolve_checkpoint
 from verl.config.schema import Config
 from verl.controller import LocalRuntime, ResourcePool, WorkerGroup, WorkerSpec
 from verl.data.datasets import PromptDataset, load_prompt_dataset
 from verl.data.tokenizer import load_tokenizer
 from verl.data.types import Trajectory
-from verl.engines.train.loading import check_model_folder, resolve_device
+from verl.engines.train.loading import resolve_device
 from verl.errors import DataError
 from verl.observe.evaluation import EvalSummary
 from verl.rewards.score import RewardScorer, build_reward
+from verl.trainer.inputs import check_context_length, resolve_model
 from verl.trainer.validation import evaluate_prompts
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-
-
-def resolve_model(path: str) -> str:
-    """A model folder or hub id as it is; for a run or checkpoint folder, the model of its newest checkpoint."""
-    folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        return str(resolve_checkpoint(folder))
-    check_model_folder(path)
-    return path
 
 
 def resolve_dataset(path: str) -> str:
@@ -48,6 +39,7 @@ def load_for_inference(
     config = replace(config, model=replace(config.model, path=resolve_model(model_path)))
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompt_dataset([resolve_dataset(dataset)], config.data, config.model, tokenizer, "test")
+    check_context_length(config, prompts)
     if reward is not None:
         reward.check(prompts.prompts)
     from verl.workers.rollout import RolloutWorker

@@ -26,6 +26,7 @@ from verl.engines.train.loading import (
     load_value_model,
     resolve_device,
     resolve_dtype,
+    share_permissions,
 )
 from verl.engines.train.logprobs import token_logprobs
 from verl.engines.train.memory import keep_freed_memory
@@ -142,6 +143,7 @@ class FSDPEngine:
             save_file(_on_cpu(self.optimizer.state()), folder / _OPTIMIZER_FILE)
         num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
         (folder / _STATE_FILE).write_text(json.dumps({"num_optimizer_steps": num_steps, "head": self.head}))
+        share_permissions(folder, _STATE_FILE)
 
     def load(self, folder: Path) -> None:
         """Take what `save` wrote, in place: an engine that shares the parameters sees them at once."""

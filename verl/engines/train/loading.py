@@ -61,7 +61,7 @@ def check_model_folder(path: str) -> None:
         return
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise UserError(f"model.path={path}: the folder has no config.json; give a Hugging Face model folder")
+        raise UserError(f"model.path={path}: the folder has no config.json; give a Hugging Face model folder or a run's")
     try:
         model_type = json.loads(config_file.read_text()).get("model_type")
     except (json.JSONDecodeError, AttributeError) as error:
@@ -69,6 +69,23 @@ def check_model_folder(path: str) -> None:
     _check_model_type(path, model_type)
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise UserError(f"model.path={path}: the folder has no weights (*.safetensors); save the model again or copy them there")
+
+
+def context_length(path: str) -> int | None:
+    """Positions that the model at the local folder `path` was made for, rope scaling included; None where it does not say
+    or `path` is a hub id."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text())
+    config = config.get("text_config") or config
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(positions, int) or not isinstance(factor, int | float):
+        return positions
+    # Some models state the extended number already (Llama 3.1), others the one before scaling (Qwen2.5 with YaRN).
+    return max(positions, int(factor * (original or positions)))
 
 
 def _check_model_type(path: str, model_type: str | None) -> None:
@@ -155,7 +172,7 @@ def export_model(module: nn.Module, model: ModelConfig, folder: Path) -> None:
         _export_tokenizer(model, folder)
     if isinstance(module, ValueModel):
         save_file({k: v.detach().cpu().contiguous() for k, v in module.value_head.state_dict().items()}, folder / VALUE_HEAD_FILE)
-    readable_like_config(folder)
+    share_permissions(folder)
 
 
 def _export_tokenizer(model: ModelConfig, folder: Path) -> None:
@@ -173,9 +190,9 @@ def _export_tokenizer(model: ModelConfig, folder: Path) -> None:
                 shutil.copy(file, folder / file.name)
 
 
-def readable_like_config(folder: Path) -> None:
-    """Give the weights the permissions of config.json: the safetensors library lets their owner alone read them."""
-    mode = (folder / "config.json").stat().st_mode
+def share_permissions(folder: Path, like: str = "config.json") -> None:
+    """Give weights the permissions of the file `like`: the safetensors library lets their owner alone read them."""
+    mode = (folder / like).stat().st_mode
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
 
