@@ -229,6 +229,13 @@ def test_word_problems_in_upstreams_columns(tmp_path, capsys):
     assert row["extra_info"]["steps"] == 1
 
 
+def test_missing_word_problems_name_the_option(tmp_path, capsys):
+    from verl.data.preprocess.arithmetic import main
+
+    assert main(["--input_path", "nowhere.jsonl", "--output_path", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: --input_path=nowhere.jsonl: no such file or folder\n"
+
+
 def test_rewordings_of_a_problem_stay_on_one_side():
     pair = [
         {"question": "Joan found 70 shells . She has 27 left . How many did she give ?", "answer": "43"},

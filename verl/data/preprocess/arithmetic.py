@@ -53,6 +53,8 @@ def _files(paths: Sequence[str]) -> list[str]:
     files: list[str] = []
     for path in paths:
         folder = Path(path).expanduser()
+        if not folder.exists():
+            raise UserError(f"--input_path={path}: no such file or folder")
         found = sorted(str(file) for file in folder.glob("*.jsonl")) if folder.is_dir() else [path]
         if not found:
             raise UserError(f"--input_path={path}: the folder has no .jsonl files")
