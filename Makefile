@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
 
 PY := $(VENV)/bin/python
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 # Named after what decides the installation, so that it is repeated when that changes and only then.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml requirements.txt scripts/install.sh | cksum | cut -d' ' -f1)
 

@@ -86,7 +86,6 @@ def test_sections_of_the_tutorial_for_later_versions_are_refused_by_name():
         "memory_optimization.param_offload=true",
         "memory_optimization.optimizer_offload=true",
         "parallel.tensor_model_parallel_size=2",
-        "parallel.data_parallel_size=4",
     ):
         key = override.split("=")[0]
         with pytest.raises(ConfigError, match=rf"^{key}=.* is understood but not supported in this version"):

@@ -135,6 +135,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     f"{AA}.use_torch_compile": (False, {}),
     f"{AA}.fsdp_config.param_offload": (False, {}),
     f"{AA}.fsdp_config.optimizer_offload": (False, {}),
+    f"{AA}.fsdp_config.fsdp_size": (2, {"parallel.fsdp_size": 2}),
     f"{AA}.fsdp_config.model_dtype": ("fp32", {}),
     f"{AA}.megatron.tensor_model_parallel_size": (1, {}),
     f"{AA}.megatron.pipeline_model_parallel_size": (1, {}),
@@ -410,8 +411,6 @@ def test_what_is_not_supported_is_refused(key: str):
     ("key", "value"),
     [
         (f"{RR}.name", "vllm"),
-        ("trainer.nnodes", 2),
-        ("trainer.n_gpus_per_node", 8),
         (f"{AA}.fsdp_config.param_offload", True),
         ("tools", ["calculator"]),
         ("max_turns", 8),

@@ -108,9 +108,11 @@ _RANGES: dict[str, _Range] = {
     "training.keep_last": _COUNT_OR_ZERO,
     "training.eval_interval": _COUNT_OR_ZERO,
     "training.max_policy_lag": _COUNT_OR_ZERO,
+    "training.worker_timeout_s": _POSITIVE,
     "parallel.tensor_model_parallel_size": _COUNT,
     "parallel.pipeline_model_parallel_size": _COUNT,
     "parallel.data_parallel_size": _COUNT,
+    "parallel.fsdp_size": _COUNT,
     "parallel.nnodes": _COUNT,
     "parallel.n_gpus_per_node": _COUNT,
     "tracking.log_samples": _COUNT_OR_ZERO,
@@ -231,10 +233,22 @@ def _check_training(config: Config) -> None:
         )
     if training.resume not in ("auto", "never") and not Path(training.resume).is_dir():
         raise ConfigError(f"training.resume={training.resume}: no such folder; write auto, never or a checkpoint folder")
+    if training.runtime == "local" and processes_asked_for(config) > 1:
+        raise ConfigError(
+            f"parallel asks for {processes_asked_for(config)} processes, and training.runtime=local is one; set "
+            "training.runtime=ray"
+        )
     if not turns.enable and (turns.state_tracking or turns.context_window_size is not None):
         raise ConfigError(
             "multi_turn.state_tracking and multi_turn.context_window_size have no effect with multi_turn.enable=false"
         )
+
+
+def processes_asked_for(config: Config) -> int:
+    """By the section `parallel` alone, whatever devices there are."""
+    parallel = config.parallel
+    product = (parallel.data_parallel_size or 1) * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return max(product, parallel.nnodes * (parallel.n_gpus_per_node or 1))
 
 
 def _warnings(config: Config, purpose: Purpose) -> Iterator[str]:

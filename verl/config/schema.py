@@ -245,10 +245,13 @@ class TrainingConfig:
     """Passes over the data; total_steps ends earlier."""
     seed: int = 0
     """Of everything that is random."""
-    runtime: Literal["local", "ray"] = "local"
-    """local (all in this process) or ray."""
+    runtime: Literal["auto", "local", "ray"] = "auto"
+    """local (all in this process, on one device), ray (processes of a Ray cluster, which is joined or started) or auto: ray
+    where `parallel` asks for several processes, else local."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda."""
+    worker_timeout_s: float = 3600.0
+    """Ray: a call on the workers that takes longer counts as hung, and ends the run with a message that names the ranks."""
     output_dir: str | None = None
     """Folder of the run: config, metrics, plots, checkpoints. None: runs/{tracking.experiment}."""
     save_interval: int | None = None
@@ -274,7 +277,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Devices that the layers are spread over."""
     data_parallel_size: int | None = None
-    """Replicas that share a batch. None: what the devices leave."""
+    """Ranks that share a batch, each with a slice of the model (FSDP). None: what the devices leave; one on CPUs."""
+    fsdp_size: int | None = None
+    """Ranks that hold one sliced copy of the model; between such groups it is replicated (HSDP). None: all ranks."""
     nnodes: int = 1
     """Machines."""
     n_gpus_per_node: int | None = None

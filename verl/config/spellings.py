@@ -389,6 +389,9 @@ UPSTREAM_SPELLINGS: dict[str, Spelling] = {
     "actor_rollout_ref.actor.use_torch_compile": automatic(_ENGINE),
     "actor_rollout_ref.actor.fsdp_config.param_offload": to(_OFFLOAD_PARAM),
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": to(_OFFLOAD_OPTIMIZER),
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": to(
+        "parallel.fsdp_size", convert=_all_if_not_positive, how="-1 becomes null: all ranks"
+    ),
     "actor_rollout_ref.actor.fsdp_config.model_dtype": always("fp32", "float32", why="master weights are float32"),
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": to("parallel.tensor_model_parallel_size"),
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": to("parallel.pipeline_model_parallel_size"),

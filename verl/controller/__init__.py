@@ -3,7 +3,7 @@
 from verl.controller.dispatch import Call, DispatchPlan, WorkerLayout, all_ranks, all_to_all, data_parallel, one_to_all, rank_zero
 from verl.controller.local import LocalRuntime
 from verl.controller.runtime import ResourcePool, Runtime, WorkerSpec
-from verl.controller.worker import Worker, WorkerContext, WorkerGroup, register
+from verl.controller.worker import Worker, WorkerContext, WorkerError, WorkerGroup, WorkerLost, register
 
 __all__ = [
     "Call",
@@ -13,8 +13,10 @@ __all__ = [
     "Runtime",
     "Worker",
     "WorkerContext",
+    "WorkerError",
     "WorkerGroup",
     "WorkerLayout",
+    "WorkerLost",
     "WorkerSpec",
     "all_ranks",
     "all_to_all",

@@ -44,6 +44,8 @@ class WorkerLayout:
 
 @dataclass(frozen=True)
 class Call:
+    """What one rank is called with. Ranks that get the same share one object: a runtime may send it once."""
+
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,9 +63,8 @@ Dispatch = Callable[[WorkerLayout, tuple[Any, ...], Mapping[str, Any]], Dispatch
 
 def one_to_all(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DispatchPlan:
     """The same call on every rank; a list of results in rank order."""
-    return DispatchPlan(
-        {r: Call(args, kwargs) for r in range(layout.world_size)}, lambda results: [results[r] for r in sorted(results)]
-    )
+    call = Call(args, kwargs)
+    return DispatchPlan(dict.fromkeys(range(layout.world_size), call), lambda results: [results[r] for r in sorted(results)])
 
 
 def rank_zero(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DispatchPlan:
@@ -73,7 +74,7 @@ def rank_zero(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def all_ranks(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DispatchPlan:
     """The same call on every rank (a collective operation); rank 0's result."""
-    return DispatchPlan({r: Call(args, kwargs) for r in range(layout.world_size)}, lambda results: results[0])
+    return DispatchPlan(dict.fromkeys(range(layout.world_size), Call(args, kwargs)), lambda results: results[0])
 
 
 def all_to_all(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DispatchPlan:
@@ -103,7 +104,8 @@ def data_parallel(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[s
         parts = [data[a:b] for a, b in itertools.pairwise(bounds)]
     else:
         raise TypeError(f"data_parallel splits a TokenBatch or a sequence, got {type(data).__name__}")
-    calls = {r: Call((parts[d], *rest), kwargs) for r, d in enumerate(layout.data_ranks)}
+    shared = [Call((part, *rest), kwargs) for part in parts]
+    calls = {r: shared[d] for r, d in enumerate(layout.data_ranks)}
     return DispatchPlan(calls, lambda results: _join(data, shares, [results[r] for r in layout.answering_ranks]))
 
 

@@ -6,25 +6,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.controller.dispatch import WorkerLayout
+from verl.controller.dispatch import Call, WorkerLayout
 from verl.controller.runtime import ResourcePool, WorkerSpec
 from verl.controller.worker import Worker, WorkerContext, WorkerGroup
 
 
 class _Done:
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, results: Mapping[int, Any]) -> None:
+        self._results = results
 
-    def result(self) -> Any:
-        return self._value
+    def result(self) -> Mapping[int, Any]:
+        return self._results
 
 
 class _InProcess:
+    """Runs calls at once, in rank order; what they raise reaches the driver with its own traceback."""
+
     def __init__(self, workers: list[Worker]) -> None:
         self._workers = workers
 
-    def submit(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Done:
-        return _Done(getattr(self._workers[rank], method)(*args, **kwargs))
+    def submit(self, method: str, calls: Mapping[int, Call]) -> _Done:
+        return _Done({rank: getattr(self._workers[rank], method)(*c.args, **c.kwargs) for rank, c in calls.items()})
 
 
 class LocalRuntime:

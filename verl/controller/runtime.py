@@ -19,6 +19,8 @@ class ResourcePool:
     num_workers: int = 1
     device: str = "cpu"
     """Kind of device each worker gets: cpu or cuda."""
+    threads: int | None = None
+    """Threads of each worker's tensor operations on a CPU. None: the machine's cores shared out."""
 
 
 @dataclass(frozen=True)
@@ -36,4 +38,6 @@ class Runtime(Protocol):
         """Create the workers of all roles on the pool, in order, and return their groups by role."""
         ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """End all workers of this runtime, whatever they are doing."""
+        ...

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from verl.controller.dispatch import Dispatch, WorkerLayout
+from verl.controller.dispatch import Call, Dispatch, WorkerLayout
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__verl_registration__"
@@ -42,6 +42,7 @@ class WorkerContext:
 
     rank: int
     world_size: int
+    """Ranks of the pool. With more than one, in processes of their own, `torch.distributed` is set up among them."""
     device: str
     peers: dict[str, Any] = field(default_factory=dict)
     """Role -> worker of the same rank, in the same process: the groups colocated with this one, in the
@@ -55,6 +56,14 @@ class Worker:
         self.context = context
 
 
+class WorkerError(RuntimeError):
+    """A rank failed: the message names the stage, the rank, and holds the rank's own traceback."""
+
+
+class WorkerLost(WorkerError):
+    """A rank's process died, or gave no answer within the limit. Starting again from a checkpoint may help."""
+
+
 class Pending(Protocol):
     """The result of a non-blocking call."""
 
@@ -62,18 +71,23 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
-    """What a runtime gives a group: a way to run a method on one rank."""
+    """What a runtime gives a group: a way to run a method on its ranks."""
 
-    def submit(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending: ...
+    def submit(self, method: str, calls: Mapping[int, Call]) -> Pending:
+        """Start the method on each rank named; the result is a mapping from rank to result.
+
+        When ranks fail, `result()` raises once: a UserError as it is, anything else as a WorkerError.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class _Gathering:
-    parts: Mapping[int, Pending]
+    results: Pending
     gather: Callable[[Mapping[int, Any]], Any]
 
     def result(self) -> Any:
-        return self.gather({rank: part.result() for rank, part in self.parts.items()})
+        return self.gather(self.results.result())
 
 
 class WorkerGroup:
@@ -93,8 +107,7 @@ class WorkerGroup:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             plan = registration.dispatch(self.layout, args, kwargs)
-            parts = {rank: self._executor.submit(rank, name, c.args, c.kwargs) for rank, c in plan.calls.items()}
-            pending = _Gathering(parts, plan.gather)
+            pending = _Gathering(self._executor.submit(name, plan.calls), plan.gather)
             return pending.result() if registration.blocking else pending
 
         call.__name__ = name

@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> None:
     if Path(args.output).resolve() == Path(args.input).resolve():
         raise ConfigError(f"--output={args.output} is the input; the answers would replace the questions: name another file")
     check_writable("--output", Path(args.output), folder=False)
+    from verl.trainer.roles import closing_runtime
     from verl.trainer.rollouts import generate, validation_sampling
     from verl.trainer.run_settings import trained_settings
     from verl.trainer.standalone import load_for_inference
@@ -38,9 +39,10 @@ def main(argv: Sequence[str]) -> None:
     base = None if args.config else trained_settings([args.model_path], GENERATE)
     config = load_config(args.config, overrides, purpose=GENERATE, base=base)
 
-    rollout, prompts, config = load_for_inference(config, args.model_path, args.input)
+    runtime, rollout, prompts, config = load_for_inference(config, args.model_path, args.input)
     sampling = validation_sampling(config)
-    trajectories = generate(rollout, prompts, sampling, seed=config.training.seed, step=0)
+    with closing_runtime(runtime):
+        trajectories = generate(rollout, prompts, sampling, seed=config.training.seed, step=0)
     rows = []
     for start in range(0, len(trajectories), sampling.n):
         group = trajectories[start : start + sampling.n]

@@ -28,7 +28,7 @@ from verl.observe.metrics import Last, Metrics, merge_metrics, metric_values
 from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps, resolve_models
-from verl.trainer.roles import spawn_workers
+from verl.trainer.roles import closing_runtime, spawn_workers, start_runtime
 from verl.trainer.rollouts import derive_seed, generate, training_sampling
 from verl.trainer.session import RunResult, RunSession, plan_session
 from verl.trainer.stats import batch_metrics, policy_kl_sample
@@ -60,7 +60,7 @@ class RLTrainer:
         session = self.session
         checkpoint: Path | None = session.resume_from
         metrics: Metrics = {}
-        with session, session.logger as logger, self.inputs.reward, self.loader as batches:
+        with closing_runtime(self.runtime), session, session.logger as logger, self.inputs.reward, self.loader as batches:
             if self.global_step == 0 and self.config.training.eval_before_training and self.config.training.eval_interval != 0:
                 self.validate()
             for prompts in batches:
@@ -196,7 +196,8 @@ class RLTrainer:
             total_steps=total_steps,
         )
         self._position = self.loader.state_dict()  # of the batches whose step is done
-        groups = spawn_workers(config, self.algorithm, total_steps)
+        self.runtime = start_runtime(config)
+        groups = spawn_workers(config, self.algorithm, total_steps, self.runtime)
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.critic, self.reference = groups.get("critic"), groups.get("reference")
         if self.session.resume_from is not None:

@@ -1,14 +1,20 @@
-"""Which workers a run needs and where they live."""
+"""Which workers a run needs, on how many ranks, and what carries them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from verl.algorithms.spec import Algorithm
+from verl.config.checks import processes_asked_for
 from verl.config.schema import Config
-from verl.controller import LocalRuntime, ResourcePool, WorkerGroup, WorkerSpec
+from verl.controller import LocalRuntime, ResourcePool, Runtime, WorkerGroup, WorkerSpec
 from verl.engines.train.loading import resolve_device
+from verl.errors import ConfigError
 
 
-def spawn_workers(config: Config, algorithm: Algorithm, total_steps: int) -> dict[str, WorkerGroup]:
+def spawn_workers(config: Config, algorithm: Algorithm, total_steps: int, runtime: Runtime) -> dict[str, WorkerGroup]:
     """The groups actor, critic and reference (as the algorithm needs them) and rollout, colocated on one pool."""
     from verl.workers.model import ActorWorker, CriticWorker, ReferenceWorker
     from verl.workers.rollout import RolloutWorker
@@ -22,4 +28,75 @@ def spawn_workers(config: Config, algorithm: Algorithm, total_steps: int) -> dic
         critic_updates = total_steps * algorithm.critic_updates.updates_per_step(prompts)
         roles["critic"] = WorkerSpec(CriticWorker, {"config": config, "total_updates": critic_updates})
     roles["rollout"] = WorkerSpec(RolloutWorker, {"config": config})
-    return LocalRuntime().spawn(ResourcePool(device=str(resolve_device(config.training.device))), roles)
+    return runtime.spawn(resource_pool(config), roles)
+
+
+def start_runtime(config: Config) -> Runtime:
+    """What `training.runtime` names; a Ray cluster is joined or started."""
+    if not _uses_ray(config):
+        return LocalRuntime()
+    from verl.controller.ray import RayRuntime
+
+    return RayRuntime(timeout_s=config.training.worker_timeout_s, num_cpus=max(count_cpus(), count_ranks(config)))
+
+
+@contextmanager
+def closing_runtime(runtime: Runtime) -> Iterator[None]:
+    """End the workers of a run with it: those of a cluster would go on holding their devices."""
+    try:
+        yield
+    finally:
+        runtime.shutdown()
+
+
+def resource_pool(config: Config) -> ResourcePool:
+    """The pool that all roles of a run share."""
+    return ResourcePool(num_workers=count_ranks(config), device=str(resolve_device(config.training.device)))
+
+
+def count_ranks(config: Config) -> int:
+    """Processes of the run: the devices named or found, or on CPUs the product of the parallel sizes.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the devices, with the arithmetic.
+    """
+    parallel = config.parallel
+    if not _uses_ray(config):
+        return 1
+    tensor, pipeline, data = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
+    )
+    if resolve_device(config.training.device).type == "cpu":
+        if parallel.n_gpus_per_node is not None:
+            raise ConfigError(
+                f"parallel.n_gpus_per_node={parallel.n_gpus_per_node}, but this runs on CPUs: there "
+                "parallel.data_parallel_size gives the number of processes"
+            )
+        return (data or 1) * tensor * pipeline
+    devices = parallel.nnodes * (parallel.n_gpus_per_node or _gpus_here())
+    if data is None and devices % (tensor * pipeline) == 0:
+        return devices
+    if data is None or data * tensor * pipeline != devices:
+        product = f"{data if data is not None else 'data'} x {tensor} x {pipeline}"
+        raise ConfigError(
+            f"parallel: data_parallel_size x tensor_model_parallel_size x pipeline_model_parallel_size = {product} does not "
+            f"give nnodes x n_gpus_per_node = {parallel.nnodes} x {devices // parallel.nnodes} = {devices} devices"
+        )
+    return devices
+
+
+def _uses_ray(config: Config) -> bool:
+    runtime = config.training.runtime
+    return runtime == "ray" or (runtime == "auto" and processes_asked_for(config) > 1)
+
+
+def count_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()

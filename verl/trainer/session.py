@@ -16,12 +16,12 @@ from verl.checkpoint.manager import CheckpointManager, newest_checkpoint, resolv
 from verl.checkpoint.rng import rng_state, set_rng_state
 from verl.config import Config, config_to_yaml
 from verl.config.fields import flat_values
-from verl.engines.train.loading import resolve_device
 from verl.errors import UserError
 from verl.observe.logger import RunLogger
 from verl.observe.records import check_writable
 from verl.observe.run_info import run_info
 from verl.observe.trackers import check_trackers
+from verl.trainer.roles import count_ranks
 
 STATE_FILE = "trainer.json"
 
@@ -69,7 +69,7 @@ def plan_session(config: Config, *, algorithm: str, kind: Literal["train", "sft"
         UserError: the folder cannot be made, holds another run's checkpoint or a finished run; the device or the library
             of a tracker is absent.
     """
-    resolve_device(config.training.device)
+    count_ranks(config)
     check_trackers(config.tracking)
     run_dir = run_directory(config, algorithm)
     check_writable("training.output_dir", run_dir, folder=True)

@@ -10,18 +10,19 @@ from typing import Any
 
 from verl.algorithms.losses import SFTLoss
 from verl.config import SFT, Config
-from verl.controller import LocalRuntime, ResourcePool, WorkerSpec
+from verl.controller import WorkerSpec
 from verl.data.batch import TokenBatch
 from verl.data.loader import SFTLoader
 from verl.data.sft import SFTDataset, load_sft_dataset
 from verl.data.tokenizer import load_tokenizer
-from verl.engines.train.loading import context_length, resolve_device
+from verl.engines.train.loading import context_length
 from verl.errors import ConfigError
 from verl.observe.console import plural
 from verl.observe.metrics import Last, Metrics, Sum, merge_metrics, metric_values
 from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import planned_steps, resolve_models
+from verl.trainer.roles import closing_runtime, resource_pool, start_runtime
 from verl.trainer.session import RunResult, RunSession, plan_session
 
 
@@ -45,7 +46,7 @@ class SFTTrainer:
         self.prepare()
         session, checkpoint, training = self.session, self.session.resume_from, self.config.training
         metrics: Metrics = {}
-        with session, session.logger as logger, self.loader as batches:
+        with closing_runtime(self.runtime), session, session.logger as logger, self.loader as batches:
             if self.global_step == 0 and training.eval_before_training and training.eval_interval != 0:
                 self.validate()
             for batch in batches:
@@ -127,9 +128,9 @@ class SFTTrainer:
             prefetch=config.data.prefetch,
             total_steps=self.total_steps,
         )
-        pool = ResourcePool(device=str(resolve_device(config.training.device)))
+        self.runtime = start_runtime(config)
         spec = WorkerSpec(ActorWorker, {"config": config, "total_updates": self.total_steps})
-        self.actor = LocalRuntime().spawn(pool, {"actor": spec})["actor"]
+        self.actor = self.runtime.spawn(resource_pool(config), {"actor": spec})["actor"]
         if self.session.resume_from is not None:
             self.actor.load(self.session.resume_from / "actor")
             self.loader.load_state_dict(self.session.state["loader"])

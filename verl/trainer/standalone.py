@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl.config.schema import Config
-from verl.controller import LocalRuntime, ResourcePool, WorkerGroup, WorkerSpec
+from verl.controller import Runtime, WorkerGroup, WorkerSpec
 from verl.data.datasets import PromptDataset, load_prompt_dataset
 from verl.data.tokenizer import load_tokenizer
 from verl.data.types import Trajectory
-from verl.engines.train.loading import resolve_device
 from verl.errors import DataError
 from verl.observe.evaluation import EvalSummary
 from verl.rewards.score import RewardScorer, build_reward
 from verl.trainer.inputs import check_context_length, resolve_model
+from verl.trainer.roles import closing_runtime, resource_pool, start_runtime
 from verl.trainer.validation import evaluate_prompts
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -33,9 +33,9 @@ def resolve_dataset(path: str) -> str:
 
 def load_for_inference(
     config: Config, model_path: str, dataset: str, reward: RewardScorer | None = None
-) -> tuple[WorkerGroup, PromptDataset, Config]:
-    """A rollout group over one model, and the data set as that model's tokenizer sees it. Data and reward are checked
-    first."""
+) -> tuple[Runtime, WorkerGroup, PromptDataset, Config]:
+    """A rollout group over one model, the runtime that carries it, and the data set as that model's tokenizer sees it.
+    Data and reward are checked first."""
     config = replace(config, model=replace(config.model, path=resolve_model(model_path)))
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompt_dataset([resolve_dataset(dataset)], config.data, config.model, tokenizer, "test")
@@ -44,16 +44,18 @@ def load_for_inference(
         reward.check(prompts.prompts)
     from verl.workers.rollout import RolloutWorker
 
-    pool = ResourcePool(device=str(resolve_device(config.training.device)))
-    rollout = LocalRuntime().spawn(pool, {"rollout": WorkerSpec(RolloutWorker, {"config": config})})["rollout"]
-    return rollout, prompts, config
+    spec = WorkerSpec(RolloutWorker, {"config": config})
+    runtime = start_runtime(config)
+    rollout = runtime.spawn(resource_pool(config), {"rollout": spec})["rollout"]
+    return runtime, rollout, prompts, config
 
 
 def evaluate_model(config: Config, model_path: str, dataset: str, name: str) -> tuple[EvalSummary, list[Trajectory]]:
     """Answer the data set with the model and measure the answers."""
     with build_reward(config.reward) as reward:
-        rollout, prompts, config = load_for_inference(config, model_path, dataset, reward)
-        return evaluate_prompts(rollout, prompts, reward, config, name)
+        runtime, rollout, prompts, config = load_for_inference(config, model_path, dataset, reward)
+        with closing_runtime(runtime):
+            return evaluate_prompts(rollout, prompts, reward, config, name)
 
 
 def model_names(paths: Sequence[str]) -> list[str]:

@@ -102,6 +102,7 @@ def _engine(
         gradient_checkpointing=config.memory_optimization.gradient_checkpointing
         or config.memory_optimization.activation_checkpointing,
         device=context.device,
+        fsdp_size=config.parallel.fsdp_size,
     )
 
 

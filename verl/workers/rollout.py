@@ -16,15 +16,16 @@ from verl.observe.console import progress
 
 
 class RolloutWorker(Worker):
-    """Generates with the actor's own parameters when it is colocated with one, else with a model of its own."""
+    """Generates with the actor's own parameters where they are whole and in this process, else with a model of its own,
+    which every rank holds whole."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
         super().__init__(context)
         self.actor: Any = context.peers.get("actor")
         self.tokenizer = load_tokenizer(config.model)
-        self.engine = native_engine(
-            config, self.tokenizer, module=self.actor.engine.module if self.actor else None, device=context.device
-        )
+        self._shares_weights = self.actor is not None and not self.actor.engine.is_sharded
+        module = self.actor.engine.module if self._shares_weights else None
+        self.engine = native_engine(config, self.tokenizer, module=module, device=context.device)
 
     @register(dispatch=data_parallel)
     def generate(self, tasks: Sequence[RolloutTask], sampling: SamplingParams) -> list[tuple[Trajectory, ...]]:
@@ -35,7 +36,7 @@ class RolloutWorker(Worker):
     @register(dispatch=all_ranks)
     def sync_weights(self, version: int) -> None:
         """Take the colocated actor's weights as policy `version`."""
-        sync_weights(self.actor.engine, self.engine, version=version, shared=True)
+        sync_weights(self.actor.engine, self.engine, version=version, shared=self._shares_weights)
 
     @register(dispatch=all_ranks)
     def sleep(self) -> None:

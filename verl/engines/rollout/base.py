@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from verl.data.types import Completion
@@ -73,6 +74,15 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take new weights under Hugging Face names; caches made with older weights are dropped."""
+        ...
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """What `load_weights` takes without conversion."""
+        ...
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights it generates with, whole, under Hugging Face names."""
         ...
 
     def sleep(self) -> None:

@@ -1,8 +1,9 @@
-"""The PyTorch training engine, at world size 1: one model on one device, no process group.
+"""The PyTorch training engine: one model on one device, or sliced over the ranks of the process group (FSDP2).
 
-Sharding will wrap the module between loading and the optimizer; everything after sees named parameters only.
+Every method is called on all ranks, each with its own share of the data. Shares need not be equal: a rank with fewer
+micro-batches, or none at all, takes part in the collective operations of the others with a batch of no weight.
 
-Shapes: T tokens of a (micro-)batch laid end to end, N scored positions, D hidden, V vocabulary.
+Shapes: T tokens of a (micro-)batch laid end to end, R tokens of its row, N scored positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.checkpoint.tensors import load_tensors, save_tensors, saved_shapes
 from verl.config.schema import ModelConfig, OptimizerConfig
 from verl.data.batch import TokenBatch
-from verl.engines.train.attention import packed_inputs
+from verl.engines.train import sharding as sharding_
 from verl.engines.train.base import Loss, ModelOutputs
 from verl.engines.train.loading import (
     ValueModel,
@@ -26,16 +29,17 @@ from verl.engines.train.loading import (
     load_value_model,
     resolve_device,
     resolve_dtype,
-    share_permissions,
 )
-from verl.engines.train.logprobs import token_logprobs
 from verl.engines.train.memory import keep_freed_memory
 from verl.engines.train.optimizer import MasterAdamW
 from verl.engines.train.packing import Packing, lay_out, micro_batches
+from verl.engines.train.scorer import Scorer
 from verl.errors import UserError
 from verl.observe.metrics import Metrics, merge_metrics
 
-_WEIGHTS_FILE, _OPTIMIZER_FILE, _STATE_FILE = "weights.safetensors", "optimizer.safetensors", "engine.json"
+_STATE_FILE = "engine.json"
+_WEIGHTS = "weights."
+"""Before the names of master weights, beside Adam's `exp_avg.NAME` and so on."""
 
 
 class FSDPEngine:
@@ -56,29 +60,42 @@ class FSDPEngine:
         max_tokens_per_micro_batch: int = 16384,
         gradient_checkpointing: bool = False,
         device: str = "auto",
+        sharding: Literal["auto", "always", "never"] = "auto",
+        fsdp_size: int | None = None,
+        cpu_offload: bool = False,
     ) -> None:
         """Load `model`. Without an `optimizer` the engine only computes (a reference model) and keeps no masters.
 
         `total_steps`: optimizer steps, for schedules that end. `temperature`: divides the logits, as in sampling.
-        `max_tokens_per_micro_batch`: memory bound of a pass, cannot change results. Raises UserError for a model
-        or setting that cannot work.
+        `max_tokens_per_micro_batch`: memory bound of a pass, cannot change results. `sharding`: slice the model over the
+        ranks; auto does so where there are several. `fsdp_size`: ranks that hold one sliced copy; None: all.
+        `cpu_offload`: slices, gradients and optimizer live in host memory, and the update runs there. Raises UserError
+        for a model or setting that cannot work.
         """
         self.model = model
         self.head = head
-        self.temperature = temperature
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.device = resolve_device(device)
         self.compute_dtype = resolve_dtype(model.dtype, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self.is_sharded = sharding == "always" or (sharding == "auto" and several)
         # Masters start from the file's own precision, so a trained model is loaded in float32 and rounded after.
+        dtype = torch.float32 if optimizer or self.is_sharded else self.compute_dtype
         load = load_causal_lm if head == "lm" else load_value_model
-        self.module: nn.Module = load(model, self.device, torch.float32 if optimizer else self.compute_dtype)
+        self.module: nn.Module = load(model, torch.device("meta") if self.is_sharded else self.device, dtype)
         self._body: nn.Module = self.module.body if isinstance(self.module, ValueModel) else self.module.base_model
-        self.optimizer: MasterAdamW | None = None
         if optimizer is None:
             self.module.requires_grad_(False)
-        else:
+        self._scorer = Scorer(self.module, self._body, self.compute_dtype, temperature)
+        if self.is_sharded:
+            mesh = sharding_.data_mesh(self.device.type, fsdp_size)
+            sharding_.shard(self._scorer, list(self._body.layers), mesh, self.compute_dtype, cpu_offload=cpu_offload)
+            full = load(model, torch.device("cpu"), dtype) if dist.get_rank() == 0 else None
+            sharding_.materialise(self.module, full, torch.device("cpu") if cpu_offload else self.device)
+        self.optimizer: MasterAdamW | None = None
+        if optimizer is not None:
             parameters = dict(self.module.named_parameters())
             self.optimizer = MasterAdamW(parameters, optimizer, total_steps=total_steps, compute_dtype=self.compute_dtype)
         if gradient_checkpointing:
@@ -93,14 +110,16 @@ class FSDPEngine:
 
     def compute(self, batch: TokenBatch, *, entropy: bool = False, all_tokens: bool = False) -> ModelOutputs:
         """Log-probs (and entropies in nats) or values of `batch`'s tokens, [T] float32 on the CPU, without gradient."""
-        parts: dict[str, list[tuple[list[int], Tensor]]] = {}
+        names = ["values"] if self.head == "value" else ["logprobs", "entropy"] if entropy else ["logprobs"]
+        parts: dict[str, list[tuple[list[int], Tensor]]] = {name: [] for name in names}
         with torch.no_grad():
-            for indices in micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens):
+            for indices in self._micro_batches(batch, all_tokens):
+                if indices is None:
+                    self._pass_of_no_weight(entropy)
+                    continue
                 outputs = self._forward(batch.select(indices), entropy, all_tokens)
-                for name in ("logprobs", "entropy", "values"):
-                    values = getattr(outputs, name)
-                    if values is not None:
-                        parts.setdefault(name, []).append((indices, values.cpu()))
+                for name, pieces in parts.items():
+                    pieces.append((indices, getattr(outputs, name).cpu()))
         return ModelOutputs(**{name: batch.scatter_tokens(pieces) for name, pieces in parts.items()})
 
     def forward_backward(self, batch: TokenBatch, loss: Loss, *, count: float | None = None, all_tokens: bool = False) -> Metrics:
@@ -113,7 +132,10 @@ class FSDPEngine:
             # Transformers checkpoints in training mode alone; no other layer of these models depends on the mode.
             self.module.train()
         try:
-            for indices in micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens):
+            for indices in self._micro_batches(batch, all_tokens):
+                if indices is None:
+                    self._pass_of_no_weight(loss.needs_entropy).backward()
+                    continue
                 micro_batch = batch.select(indices)
                 outputs = self._forward(micro_batch, loss.needs_entropy, all_tokens)
                 result = loss(micro_batch.to(self.device), outputs)
@@ -124,78 +146,92 @@ class FSDPEngine:
                 self.module.eval()
         return merge_metrics(metrics)
 
+    def _micro_batches(self, batch: TokenBatch, all_tokens: bool) -> list[list[int] | None]:
+        """Sequences of each micro-batch; None where other ranks have one and this rank has no more."""
+        groups: list[list[int] | None] = []
+        if len(batch):
+            groups += micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens)
+        if self.is_sharded:
+            groups += [None] * (sharding_.most_of(len(groups), self.device) - len(groups))
+        return groups
+
+    def _pass_of_no_weight(self, entropy: bool) -> Tensor:
+        """Zero, by way of every parameter: the part of a rank without data in what the others do together."""
+        batch = TokenBatch(torch.tensor([0, 2]), input_ids=torch.zeros(2), loss_mask=torch.tensor([False, True]))
+        outputs = self._forward(batch, entropy, False)
+        return sum(x.sum() for x in (outputs.logprobs, outputs.entropy, outputs.values) if x is not None) * 0.0
+
     def optimizer_step(self) -> Metrics:
         """Clip, guard, update, advance the schedule, drop the gradients. Metrics: grad_norm, lr, skipped_steps."""
         return self._require_optimizer().step()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's own parameters (no copies) under Hugging Face names; tied weights come once."""
+        """The module's own parameters (no copies) under Hugging Face names; tied weights come once. Slices of a sliced
+        model are DTensors: `verl.engines.hybrid` makes them whole."""
         for name, parameter in self.module.named_parameters():
             yield name, parameter.data
 
     def save(self, folder: Path) -> None:
-        """Write master weights, Adam's moments and the schedule's position; `load` continues bit for bit."""
-        from safetensors.torch import save_file
+        """Write master weights, Adam's moments and the schedule's position; `load` continues bit for bit.
 
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(_on_cpu(self._masters()), folder / _WEIGHTS_FILE)
-        if self.optimizer is not None:
-            save_file(_on_cpu(self.optimizer.state()), folder / _OPTIMIZER_FILE)
-        num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
-        (folder / _STATE_FILE).write_text(json.dumps({"num_optimizer_steps": num_steps, "head": self.head}))
-        share_permissions(folder, _STATE_FILE)
+        Each rank writes its slices; they can be read on any number of ranks.
+        """
+        save_tensors(folder, {_WEIGHTS + name: tensor for name, tensor in self._masters().items()} | self._optimizer_state())
+        if self._is_first():
+            num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
+            (folder / _STATE_FILE).write_text(json.dumps({"num_optimizer_steps": num_steps, "head": self.head}))
 
     def load(self, folder: Path) -> None:
         """Take what `save` wrote, in place: an engine that shares the parameters sees them at once."""
-        from safetensors.torch import load_file
-
-        for name in (_WEIGHTS_FILE, _STATE_FILE, *([_OPTIMIZER_FILE] if self.optimizer else [])):
-            if not (folder / name).is_file():
-                raise UserError(f"{folder}: no {name}; this is not a complete checkpoint of the training engine")
-        weights = load_file(folder / _WEIGHTS_FILE)
-        masters = self._masters()
+        if not (folder / _STATE_FILE).is_file():
+            raise UserError(f"{folder}: no {_STATE_FILE}; this is not a complete checkpoint of the training engine")
+        state = json.loads((folder / _STATE_FILE).read_text())
+        masters = {_WEIGHTS + name: tensor for name, tensor in self._masters().items()}
+        saved = saved_shapes(folder)
         wrong = [
-            n
-            for n in sorted(masters.keys() | weights.keys())
-            if n not in weights or n not in masters or masters[n].shape != weights[n].shape
+            name
+            for name in sorted(masters.keys() | {name for name in saved if name.startswith(_WEIGHTS)})
+            if name not in saved or name not in masters or masters[name].shape != saved[name]
         ]
         if wrong:
             raise UserError(
-                f"{folder}: {len(wrong)} weights do not fit the model at {self.model.path}, {wrong[0]} first; use the run's model"
+                f"{folder}: {len(wrong)} weights do not fit the model at {self.model.path}, "
+                f"{wrong[0].removeprefix(_WEIGHTS)} first; use the run's model"
             )
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(weights[name])
+        load_tensors(folder, masters)
         if self.optimizer is not None:
-            self.optimizer.load_state(load_file(folder / _OPTIMIZER_FILE))
-            self.optimizer.num_steps = json.loads((folder / _STATE_FILE).read_text())["num_optimizer_steps"]
+            # A parameter that was never stepped has no moments.
+            moments = {name: tensor for name, tensor in self.optimizer.empty_state().items() if name in saved}
+            load_tensors(folder, moments)
+            self.optimizer.load_state(moments)
+            self.optimizer.num_steps = state["num_optimizer_steps"]
             self.optimizer.publish()
 
     def export(self, folder: Path) -> None:
         """A Hugging Face folder (weights in the compute dtype, config, tokenizer), and the value head if there is one."""
-        export_model(self.module, self.model, folder)
+        if not self.is_sharded:
+            export_model(self.module, self.model, folder)
+            return
+        weights = sharding_.full_state(self.module, self.compute_dtype)
+        if self._is_first():
+            export_model(self.module, self.model, folder, weights)
+
+    def _is_first(self) -> bool:
+        return not self.is_sharded or dist.get_rank() == 0
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        return {} if self.optimizer is None else self.optimizer.state()
 
     def _masters(self) -> dict[str, Tensor]:
-        named = self.module.named_parameters() if self.optimizer is None else self.optimizer.masters.items()
-        return {name: parameter.data for name, parameter in named}
+        """Float32 weights where there is an optimizer; DTensors where they are sliced."""
+        if self.optimizer is None or self.is_sharded:
+            return {name: parameter.data for name, parameter in self.module.named_parameters()}
+        return {name: master.data for name, master in self.optimizer.masters.items()}
 
     def _require_optimizer(self) -> MasterAdamW:
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can compute, not train")
         return self.optimizer
-
-    def _hidden_states(self, inputs: dict) -> Tensor:
-        """[T, D] final hidden states, in the compute dtype.
-
-        In half precision the residual stream stays float32, as the rollout engine keeps it: sixty roundings of it would
-        make two passes over the same tokens differ by far more than their matrix products do.
-        """
-        if self.compute_dtype == torch.float32:
-            return self._body(**inputs).last_hidden_state[0]
-        embeddings = self._body.get_input_embeddings()(inputs.pop("input_ids")).float()
-        with torch.autocast(self.device.type, dtype=self.compute_dtype):
-            hidden = self._body(inputs_embeds=embeddings, **inputs).last_hidden_state[0]
-        return hidden.to(self.compute_dtype)
 
     def _forward(self, batch: TokenBatch, entropy: bool, all_tokens: bool) -> ModelOutputs:
         """One packed pass over a micro-batch, which is on the CPU; the outputs are on the device."""
@@ -208,24 +244,12 @@ class FSDPEngine:
         if layout.tokens is not None and layout.places is not None:
             input_ids, rows = input_ids[layout.tokens], layout.places[scored]
         input_ids, rows, scored = (x.to(self.device) for x in (input_ids, rows, scored))
-        hidden = self._hidden_states(packed_inputs(input_ids, packing))
+        first, entropies = self._scorer(input_ids, rows, packing, entropy)
         zeros = torch.zeros(batch.num_tokens, device=self.device)
-        if isinstance(self.module, ValueModel):
-            return ModelOutputs(values=zeros.index_copy(0, scored, self.module(hidden.index_select(0, rows - 1))))
-        logprobs, entropies = token_logprobs(
-            hidden,
-            self.module.get_output_embeddings().weight,
-            input_ids,
-            rows,
-            temperature=self.temperature,
-            softcap=getattr(self.module.config, "final_logit_softcapping", None),
-            entropy=entropy,
-        )
+        if self.head == "value":
+            return ModelOutputs(values=zeros.index_copy(0, scored, first))
+        logprobs = first
         if layout.places is not None:
             values = (None if x is None else zeros.to(x.dtype).index_copy(0, scored, x[rows]) for x in (logprobs, entropies))
             logprobs, entropies = values
         return ModelOutputs(logprobs=logprobs, entropy=entropies)
-
-
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -94,7 +94,8 @@ def _check_model_type(path: str, model_type: str | None) -> None:
 
 
 def load_causal_lm(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The causal language model at `model.path` with packed attention, in evaluation mode."""
+    """The causal language model at `model.path` with packed attention, in evaluation mode. On the meta device it has
+    shapes and no weights, and none are read."""
     from transformers import AutoModelForCausalLM
 
     return _from_pretrained(AutoModelForCausalLM, model, device, dtype)
@@ -126,9 +127,10 @@ def load_value_model(model: ModelConfig, device: torch.device, dtype: torch.dtyp
     from transformers import AutoModel
 
     body = _from_pretrained(AutoModel, model, device, dtype)
-    value_model = ValueModel(body, body.config.hidden_size)
+    with torch.device(device):
+        value_model = ValueModel(body, body.config.hidden_size)
     head_file = Path(model.path).expanduser() / VALUE_HEAD_FILE
-    if head_file.is_file():
+    if head_file.is_file() and device.type != "meta":
         value_model.value_head.load_state_dict(load_file(str(head_file)))
     value_model.value_head.to(device, dtype)
     return value_model.eval()
@@ -140,6 +142,14 @@ def _from_pretrained(auto_class: type, model: ModelConfig, device: torch.device,
     check_model_folder(model.path)
     folder = Path(model.path).expanduser()
     source = str(folder) if folder.is_dir() else model.path
+    if device.type == "meta":
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        with torch.device("meta"):
+            module = auto_class.from_config(config, dtype=dtype, attn_implementation=attention.register())
+        norms.install(module)
+        return module.eval()
     try:
         with quiet_transformers():
             module, info = auto_class.from_pretrained(
@@ -161,18 +171,36 @@ def _from_pretrained(auto_class: type, model: ModelConfig, device: torch.device,
     return module.to(device).eval()
 
 
-def export_model(module: nn.Module, model: ModelConfig, folder: Path) -> None:
-    """Write `module` and the tokenizer of `model` as a Hugging Face folder; a value head goes into a file beside."""
+def export_model(module: nn.Module, model: ModelConfig, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write `module` and the tokenizer of `model` as a Hugging Face folder; a value head goes into a file beside.
+
+    weights: those to write, by the module's names, where the module itself does not hold them whole.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    body = module.body if isinstance(module, ValueModel) else module
+    has_value_head = isinstance(module, ValueModel)
+    body = module.body if has_value_head else module
+    state = None
+    if weights is not None:
+        prefix = "body." if has_value_head else ""
+        state = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     with quiet_transformers():
-        body.save_pretrained(folder)
+        body.save_pretrained(folder, state_dict=state)
+        if state:
+            _set_dtype(folder / "config.json", next(iter(state.values())).dtype)
         _export_tokenizer(model, folder)
-    if isinstance(module, ValueModel):
-        save_file({k: v.detach().cpu().contiguous() for k, v in module.value_head.state_dict().items()}, folder / VALUE_HEAD_FILE)
+    if has_value_head:
+        head = dict(module.named_parameters()) if weights is None else weights
+        head = {k.removeprefix("value_head."): v for k, v in head.items() if k.startswith("value_head.")}
+        save_file({k: v.detach().cpu().contiguous() for k, v in head.items()}, folder / VALUE_HEAD_FILE)
     share_permissions(folder)
+
+
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    """The library writes the dtype of the module, which need not be that of the weights it was given."""
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2, sort_keys=True) + "\n")
 
 
 def _export_tokenizer(model: ModelConfig, folder: Path) -> None:

@@ -11,9 +11,12 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from verl.config.schema import OptimizerConfig
+from verl.engines.train.sharding import copies, like, local
 from verl.errors import ConfigError
 from verl.observe.metrics import Last, Metrics, Sum
 
@@ -51,7 +54,8 @@ class MasterAdamW:
         total_steps: int | None,
         compute_dtype: torch.dtype,
     ) -> None:
-        """`parameters`: float32, by name; each is put in `compute_dtype` in place, its float32 storage becoming the master."""
+        """`parameters`: float32, by name; each is put in `compute_dtype` in place, its float32 storage becoming the master.
+        The master of a sliced parameter is this rank's slice: gathered weights take their dtype when they are gathered."""
         if config.lr_schedule not in _SCHEDULES:
             raise ConfigError(f"lr_schedule={config.lr_schedule!r}: use one of {', '.join(_SCHEDULES)}")
         if config.lr_schedule != "constant" and total_steps is None:
@@ -65,6 +69,9 @@ class MasterAdamW:
         self._parameters = dict(parameters)
         self.masters: dict[str, nn.Parameter] = {}
         for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                self.masters[name] = nn.Parameter(local(parameter.detach()))
+                continue
             if compute_dtype == torch.float32:
                 self.masters[name] = parameter
                 continue
@@ -72,6 +79,7 @@ class MasterAdamW:
             parameter.data = parameter.data.to(compute_dtype)
             parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
             self.masters[name] = master
+        self._is_sharded = any(isinstance(p, DTensor) for p in parameters.values())
         decayed = [m for m in self.masters.values() if m.ndim >= 2]
         others = [m for m in self.masters.values() if m.ndim < 2]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -92,8 +100,9 @@ class MasterAdamW:
         """
         lr = lr_at(self.num_steps, self.config, self.total_steps)
         self.num_steps += 1
+        self._take_slices()
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = self._norm() if self._is_sharded else float(torch.nn.utils.get_total_norm(gradients))
         finite = math.isfinite(norm)
         if finite:
             if 0 < self.config.gradient_clip < norm:
@@ -108,18 +117,50 @@ class MasterAdamW:
             metrics["grad_norm"] = Last(norm)
         return metrics
 
+    def _take_slices(self) -> None:
+        """Hand the gradients of sliced parameters to their masters."""
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                self.masters[name].grad = local(parameter.grad)
+                parameter.grad = None
+
+    def _norm(self) -> float:
+        """Global gradient norm over all ranks: an element that several ranks hold counts once."""
+        square = torch.zeros((), dtype=torch.float64)
+        for name, master in self.masters.items():
+            if master.grad is not None:
+                square += float(torch.linalg.vector_norm(master.grad)) ** 2 / copies(self._parameters[name])
+        square = square.to(self._device())
+        dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the module's parameters, in place: whoever shares them sees the new weights."""
-        pairs = [(p, self.masters[n]) for n, p in self._parameters.items() if p is not self.masters[n]]
+        own = [(p, self.masters[n]) for n, p in self._parameters.items() if not isinstance(p, DTensor)]
+        pairs = [(p, m) for p, m in own if p is not m]
         if pairs:
             torch._foreach_copy_([p.data for p, _ in pairs], [m.data for _, m in pairs])
 
     def state(self) -> dict[str, Tensor]:
-        """Adam's moments and step counts as flat tensors: `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`."""
+        """Adam's moments and step counts: `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`; sliced like the parameters."""
         return {
-            f"{kind}.{name}": tensor for name, master in self.masters.items() for kind, tensor in self._adam.state[master].items()
+            f"{kind}.{name}": like(tensor, self._parameters[name])
+            for name, master in self.masters.items()
+            for kind, tensor in self._adam.state[master].items()
         }
+
+    def empty_state(self) -> dict[str, Tensor]:
+        """Tensors of the shapes that `state` has after a step, to be filled from a checkpoint."""
+        made = {}
+        for name, master in self.masters.items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                made[f"{kind}.{name}"] = like(torch.zeros_like(master.data), self._parameters[name])
+            made[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        return made
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what `state` gave; parameters that were never stepped have no entries."""
@@ -127,7 +168,7 @@ class MasterAdamW:
         for key, tensor in tensors.items():
             kind, name = key.split(".", 1)
             master = self.masters[name]
-            self._adam.state[master][kind] = tensor.to(master.device)
+            self._adam.state[master][kind] = local(tensor).to(master.device)
 
 
 def _move_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:

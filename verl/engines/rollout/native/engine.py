@@ -171,6 +171,15 @@ class NativeEngine:
                 self._scheduler.requeue(list(self._scheduler.running))
                 self._scheduler.drop_held_prompts()
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the module's parameters."""
+        return self._decoder.dtype
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's own parameters (no copies); tied weights come once."""
+        return iter(self._module.named_parameters())
+
     def cancel(self, request_id: int) -> None:
         """End a request of the running stream; its samples come back with what they have. Others are ignored."""
         with self._lock:

@@ -1,0 +1,263 @@
+"""The `ray` runtime: the same workers and the same driver as in one process, on several; failures that surface once."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.checkpoint.tensors import read_tensors
+from verl.controller import (
+    LocalRuntime,
+    ResourcePool,
+    Worker,
+    WorkerError,
+    WorkerLost,
+    WorkerSpec,
+    all_ranks,
+    data_parallel,
+    one_to_all,
+    register,
+)
+from verl.data.batch import TokenBatch
+from verl.errors import UserError
+from verl.quickstart.model import build_model
+from verl.quickstart.problems import generate_problems, write_jsonl
+from verl.trainer.grpo import GRPOTrainer
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.sft import SFTTrainer
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Probe(Worker):
+    @register(dispatch=one_to_all)
+    def where(self):
+        return self.context.rank, self.context.world_size, os.getpid()
+
+    @register(dispatch=all_ranks)
+    def sum_of_ranks(self):
+        import torch.distributed as dist
+
+        total = torch.tensor(float(self.context.rank))
+        dist.all_reduce(total)
+        return float(total)
+
+    @register(dispatch=data_parallel)
+    def double(self, batch):
+        return batch.input_ids * 2.0
+
+    @register(dispatch=data_parallel)
+    def same(self, batch):
+        return batch
+
+    @register(dispatch=data_parallel, blocking=False)
+    def slowly(self, words):
+        time.sleep(0.5)
+        return [word.upper() for word in words]
+
+    @register(dispatch=all_ranks)
+    def fail(self, rank, kind):
+        """One rank fails, and the others wait for it in a collective operation."""
+        import torch.distributed as dist
+
+        if self.context.rank == rank:
+            if kind == "exit":
+                os._exit(1)
+            if kind == "hang":
+                time.sleep(100)
+            raise {"user": UserError("model.path=x: no"), "bug": ZeroDivisionError("once")}[kind]
+        dist.all_reduce(torch.ones(1))
+
+    @register(dispatch=one_to_all)
+    def peers(self):
+        return sorted(self.context.peers), {os.getpid()}
+
+
+class Refuses(Worker):
+    def __init__(self, context, *, message):
+        raise UserError(message)
+
+
+def batch(sequences=6):
+    lengths = torch.arange(2, 2 + sequences)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return TokenBatch(cu, input_ids=torch.arange(int(cu[-1])), loss_mask=torch.ones(int(cu[-1]), dtype=torch.bool))
+
+
+@pytest.fixture
+def runtime():
+    from verl.controller.ray import RayRuntime
+
+    with RayRuntime(timeout_s=60) as made:
+        yield made
+
+
+def test_calls_reach_ranks_and_come_back_in_order(runtime):
+    pool = ResourcePool(num_workers=2)
+    groups = runtime.spawn(pool, {"a": WorkerSpec(Probe), "b": WorkerSpec(Probe)})
+    places = groups["a"].where()
+    assert [place[:2] for place in places] == [(0, 2), (1, 2)] and len({place[2] for place in places}) == 2
+    assert groups["b"].where() == places  # colocated: one process a rank
+    assert groups["a"].sum_of_ranks() == 1.0
+    local = LocalRuntime().spawn(pool, {"a": WorkerSpec(Probe)})["a"]
+    given = batch()
+    assert torch.equal(groups["a"].double(given), local.double(given))
+    assert groups["a"].same(given).input_ids.equal(given.input_ids)
+    assert groups["a"].double(batch(1)).tolist() == [0.0, 2.0]  # fewer sequences than ranks
+    started = time.monotonic()
+    pending = [groups["a"].slowly(["x", "y", "z"]), groups["b"].slowly(["u"])]
+    assert time.monotonic() - started < 0.4
+    assert [p.result() for p in pending] == [["X", "Y", "Z"], ["U"]]
+
+
+def test_pools_apart_live_in_processes_of_their_own(runtime):
+    first = runtime.spawn(ResourcePool(name="one", num_workers=1), {"a": WorkerSpec(Probe)})["a"]
+    second = runtime.spawn(ResourcePool(name="two", num_workers=2), {"a": WorkerSpec(Probe)})["a"]
+    assert len({place[2] for place in first.where() + second.where()}) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "error", "named"),
+    [
+        ("user", UserError, "^model.path=x: no$"),
+        ("bug", WorkerError, r"^rank {rank} of 2 in a\.fail failed:\nTraceback (.|\n)*ZeroDivisionError: once$"),
+        ("exit", WorkerLost, r"^rank {rank} of 2 in a\.fail died: "),
+    ],
+)
+def test_the_rank_that_failed_is_named_once(kind, error, named, rank, runtime):
+    group = runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"]
+    started = time.monotonic()
+    with pytest.raises(error, match=named.format(rank=rank)):
+        group.fail(rank, kind)
+    assert time.monotonic() - started < 20
+
+
+def test_a_hanging_rank_is_named_with_what_it_does():
+    from verl.controller.ray import RayRuntime
+
+    with RayRuntime(timeout_s=3) as runtime:
+        group = runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"]
+        with pytest.raises(WorkerLost, match=r"a\.fail: ranks 0, 1 of 2 gave no answer within 3 s") as error:
+            group.fail(1, "hang")
+        assert "time.sleep(100)" in str(error.value) and "all_reduce" in str(error.value)
+
+
+def test_what_a_constructor_refuses_and_what_has_no_room(runtime):
+    with pytest.raises(UserError, match=r"^no such thing$"):
+        runtime.spawn(ResourcePool(), {"a": WorkerSpec(Refuses, {"message": "no such thing"})})
+    with pytest.raises(UserError, match="needs 9 x 1 CPU, and the Ray cluster has 4 CPU in all"):
+        runtime.spawn(ResourcePool(num_workers=9), {"a": WorkerSpec(Probe)})
+    runtime.shutdown()
+    assert runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"].sum_of_ranks() == 1.0
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    problems = generate_problems(40, 0)
+    build_model(folder / "model", [p.question + p.answer for p in problems], seed=0, hidden_size=32, num_layers=2)
+    write_jsonl(problems[:30], folder / "train.jsonl")
+    write_jsonl(problems[30:], folder / "test.jsonl")
+    return {"model": str(folder / "model"), "train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")}
+
+
+def keys(inputs, out, **changes):
+    base = {
+        "data.train_files": [inputs["train"]],
+        "data.val_files": [inputs["test"]],
+        "data.train_batch_size": 4,
+        "data.max_response_length": 8,
+        "rollout.n": 3,
+        "actor.lr": 1e-3,
+        "actor.mini_batch_size": 2,
+        "actor.max_tokens_per_micro_batch": 150,
+        "reward.function": f"{Path(__file__).resolve()}:digits",
+        "training.total_steps": 5,
+        "training.eval_interval": 0,
+        "training.output_dir": str(out),
+        "training.last_link": None,
+        "tracking.plots": False,
+    }
+    return base | {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def digits(data_source, solution_str, ground_truth, extra_info):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
+def history(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("time",) and not k.startswith(("timing_s", "perf"))} for row in rows]
+
+
+def assert_alike(run: Path, other: Path, tolerance: float):
+    for row, twin in zip(history(run), history(other), strict=True):
+        assert row.keys() == twin.keys()
+        for name, value in row.items():
+            want = pytest.approx(twin[name], rel=tolerance, abs=tolerance) if isinstance(value, float) else twin[name]
+            assert value == want, (row["step"], name)
+
+
+@pytest.fixture(scope="module")
+def local_runs(inputs, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("local")
+    GRPOTrainer(inputs["model"], config=keys(inputs, out / "grpo", algorithm__kl_loss_coef=0.01)).fit()
+    PPOTrainer(inputs["model"], config=keys(inputs, out / "ppo", rollout__n=2, training__total_steps=3)).fit()
+    return out
+
+
+@pytest.mark.parametrize(("ranks", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_grpo_is_the_same_on_any_number_of_ranks(ranks, fsdp_size, inputs, local_runs, tmp_path):
+    config = keys(inputs, tmp_path, algorithm__kl_loss_coef=0.01, training__runtime="ray", training__total_steps=5)
+    config |= {"parallel.data_parallel_size": ranks, "parallel.fsdp_size": fsdp_size}
+    GRPOTrainer(inputs["model"], config=config).fit()
+    assert_alike(tmp_path, local_runs / "grpo", 1e-4)
+    saved = read_tensors(tmp_path / "checkpoints" / "last" / "actor")
+    wanted = read_tensors(local_runs / "grpo" / "checkpoints" / "last" / "actor")
+    assert saved.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if name.startswith("weights."):
+            assert torch.allclose(saved[name], tensor, atol=2e-4), name
+
+
+def test_ppo_is_the_same_on_two_ranks(inputs, local_runs, tmp_path):
+    config = keys(inputs, tmp_path, rollout__n=2, training__total_steps=3, parallel__data_parallel_size=2)
+    PPOTrainer(inputs["model"], config=config).fit()
+    assert_alike(tmp_path, local_runs / "ppo", 1e-4)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(inputs, local_runs, tmp_path):
+    grpo = {"algorithm__kl_loss_coef": 0.01}
+    for ranks, steps in ((4, 2), (2, 3), (1, 5)):
+        config = keys(inputs, tmp_path, **grpo, parallel__data_parallel_size=ranks, training__total_steps=steps)
+        GRPOTrainer(inputs["model"], config=config).fit()
+    assert_alike(tmp_path, local_runs / "grpo", 1e-4)
+
+
+def test_sft_is_the_same_on_two_ranks_and_exports_what_transformers_loads(inputs, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base = {k: v for k, v in keys(inputs, tmp_path).items() if k.split(".")[0] in ("data", "training", "tracking")}
+    base |= {"actor.lr": 1e-3, "data.max_response_length": 64, "training.total_steps": 3, "training.eval_interval": None}
+    results = {}
+    for ranks in (1, 2):
+        config = base | {"parallel.data_parallel_size": ranks, "training.output_dir": str(tmp_path / str(ranks))}
+        results[ranks] = SFTTrainer(inputs["model"], config=config).fit()
+    assert_alike(results[2].run_dir, results[1].run_dir, 1e-4)
+    one, two = (dict(AutoModelForCausalLM.from_pretrained(r.checkpoint).named_parameters()) for r in results.values())
+    assert one.keys() == two.keys() and all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)

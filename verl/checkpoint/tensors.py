@@ -1,0 +1,76 @@
+"""Named tensors on disk, whole or in slices, through torch.distributed.checkpoint (DCP): every rank writes what it has,
+and any number of ranks reads back what each of them needs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import UserError
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` (DTensors by their slices) into `folder`; a collective operation where there are several ranks."""
+    from torch.distributed import checkpoint
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        checkpoint.save(
+            {name: tensor.detach() for name, tensor in tensors.items()},
+            storage_writer=checkpoint.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False),
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place from what `save_tensors` wrote, whatever slices it was written in.
+
+    Raises UserError when a name is missing or a file cannot be read.
+    """
+    from torch.distributed import checkpoint
+
+    if missing := sorted(set(tensors) - set(saved_shapes(folder))):
+        raise UserError(f"{folder}: {len(missing)} tensors are missing, {missing[0]} first; this checkpoint is of another kind")
+    if not tensors:
+        return
+    state = {name: tensor.detach() for name, tensor in tensors.items()}
+    try:
+        with _quiet(), torch.no_grad():
+            checkpoint.load(state, storage_reader=checkpoint.FileSystemReader(folder), no_dist=not dist.is_initialized())
+    except checkpoint.api.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise UserError(f"{folder}: cannot be read ({cause}); this is not a complete checkpoint of the training engine") from None
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in `folder`, whole, in memory; by one process alone."""
+    from torch.distributed import checkpoint
+
+    metadata = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]
+    load_tensors(folder, tensors)
+    return tensors
+
+
+def saved_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Name -> shape of every tensor in `folder`. Raises UserError when it holds none."""
+    from torch.distributed import checkpoint
+
+    if not (folder / ".metadata").is_file():
+        raise UserError(f"{folder}: no .metadata; this is not a complete checkpoint of the training engine")
+    metadata = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in metadata.items() if hasattr(entry, "size")}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that a single process has no process group, which is what `no_dist` says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
