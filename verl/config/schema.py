@@ -289,9 +289,9 @@ class ParallelConfig:
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     param_offload: bool = False
-    """Parameters leave the GPU while they are not used."""
+    """Parameters of every model are in host memory except while they are used: the critic's during generation, say."""
     optimizer_offload: bool = False
-    """Optimizer state leaves the GPU outside the update."""
+    """Adam's moments and float32 master weights are in host memory except during the optimizer step."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. The same switch as gradient_checkpointing."""
     gradient_checkpointing: bool = False

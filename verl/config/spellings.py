@@ -396,6 +396,7 @@ UPSTREAM_SPELLINGS: dict[str, Spelling] = {
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": to("parallel.tensor_model_parallel_size"),
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": to("parallel.pipeline_model_parallel_size"),
     # reference
+    "actor_rollout_ref.ref.fsdp_config.param_offload": to(_OFFLOAD_PARAM, weak=True),
     **_log_prob_passes("actor_rollout_ref.ref"),
     # rollout
     **_log_prob_passes("actor_rollout_ref.rollout"),

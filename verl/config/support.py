@@ -53,8 +53,6 @@ NOT_YET: dict[str, NotYet] = {
     "multi_turn.enable": NotYet(refuses=bool, instead=_NO_TURNS),
     "parallel.tensor_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "parallel.pipeline_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "memory_optimization.param_offload": NotYet(refuses=bool, instead=_NO_OFFLOAD),
-    "memory_optimization.optimizer_offload": NotYet(refuses=bool, instead=_NO_OFFLOAD),
     # keys of others for which there is no field
     "reward.steps_weight": NotYet(refuses=bool, instead="leave it out: use reward.type=custom for step-wise scores"),
     "reward.calculator": NotYet(refuses=bool, instead="set it to false"),
@@ -70,7 +68,6 @@ NOT_YET: dict[str, NotYet] = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "actor_rollout_ref.actor.megatron.context_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "actor_rollout_ref.ref.fsdp_config.param_offload": NotYet(refuses=bool, instead=_NO_OFFLOAD),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": NotYet(refuses=bool, instead=_NO_TURNS),

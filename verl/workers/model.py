@@ -24,21 +24,27 @@ class TrainableWorker(Worker):
     @register(dispatch=data_parallel)
     def update(self, batch: TokenBatch, loss: Loss, count: float) -> Metrics:
         """One optimizer step on `batch`; `count` is the loss's count over the batch of all ranks."""
-        metrics = self.engine.forward_backward(batch, loss, count=count)
-        return metrics | {f"{loss.prefix}/{name}": metric for name, metric in self.engine.optimizer_step().items()}
+        with self.engine.resident():
+            metrics = self.engine.forward_backward(batch, loss, count=count)
+            with self.engine.resident(optimizer=True):
+                step = self.engine.optimizer_step()
+        return metrics | {f"{loss.prefix}/{name}": metric for name, metric in step.items()}
 
     @register(dispatch=all_ranks)
     def save(self, folder: Path) -> None:
-        self.engine.save(folder)
+        with self.engine.resident(optimizer=True):
+            self.engine.save(folder)
 
     @register(dispatch=all_ranks)
     def load(self, folder: Path) -> None:
-        self.engine.load(folder)
+        with self.engine.resident(optimizer=True):
+            self.engine.load(folder)
 
     @register(dispatch=all_ranks)
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model folder, tokenizer included."""
-        self.engine.export(folder)
+        with self.engine.resident():
+            self.engine.export(folder)
 
 
 class ActorWorker(TrainableWorker):
@@ -78,7 +84,8 @@ class CriticWorker(TrainableWorker):
     @register(dispatch=data_parallel)
     def compute_values(self, batch: TokenBatch) -> Tensor:
         """[T] value of the state in which each trained token was chosen."""
-        values = self.engine.compute(batch).values
+        with self.engine.resident():
+            values = self.engine.compute(batch).values
         assert values is not None  # a value head always gives them
         return values
 
@@ -103,10 +110,13 @@ def _engine(
         or config.memory_optimization.activation_checkpointing,
         device=context.device,
         fsdp_size=config.parallel.fsdp_size,
+        param_offload=config.memory_optimization.param_offload,
+        optimizer_offload=config.memory_optimization.optimizer_offload,
     )
 
 
 def _logprobs(engine: FSDPEngine, batch: TokenBatch) -> Tensor:
-    logprobs = engine.compute(batch).logprobs
+    with engine.resident():
+        logprobs = engine.compute(batch).logprobs
     assert logprobs is not None  # a language-model head always gives them
     return logprobs

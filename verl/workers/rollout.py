@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from verl.config.schema import Config
@@ -30,18 +31,33 @@ class RolloutWorker(Worker):
     @register(dispatch=data_parallel)
     def generate(self, tasks: Sequence[RolloutTask], sampling: SamplingParams) -> list[tuple[Trajectory, ...]]:
         """One group of `sampling.n` trajectories a task."""
-        with progress("generating", total=len(tasks) * sampling.n) as bar:
+        total = len(tasks) * sampling.n
+        with self._weights(), progress("generating", total=total) as bar:
             return answer_prompts(self.engine, self._decode, tasks, sampling, on_finished=bar.advance)
 
     @register(dispatch=all_ranks)
     def sync_weights(self, version: int) -> None:
         """Take the colocated actor's weights as policy `version`."""
-        sync_weights(self.actor.engine, self.engine, version=version, shared=self._shares_weights)
+        with self.actor.engine.resident():
+            sync_weights(self.actor.engine, self.engine, version=version, shared=self._shares_weights)
 
     @register(dispatch=all_ranks)
     def sleep(self) -> None:
         """Free the key-value cache while the device trains."""
         self.engine.sleep()
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        """The weights on the device; shared ones that have been away are taken anew."""
+        if not self._shares_weights:
+            yield
+            return
+        engine = self.actor.engine
+        has_moved = engine.parameters_are_away
+        with engine.resident():
+            if has_moved:
+                self.engine.load_weights((), self.engine.policy_version)
+            yield
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)

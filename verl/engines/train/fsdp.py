@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from verl.engines.train.loading import (
     resolve_dtype,
 )
 from verl.engines.train.memory import keep_freed_memory
+from verl.engines.train.offload import HostParking, ModuleParking
 from verl.engines.train.optimizer import MasterAdamW
 from verl.engines.train.packing import Packing, lay_out, micro_batches
 from verl.engines.train.scorer import Scorer
@@ -62,15 +64,16 @@ class FSDPEngine:
         device: str = "auto",
         sharding: Literal["auto", "always", "never"] = "auto",
         fsdp_size: int | None = None,
-        cpu_offload: bool = False,
+        param_offload: bool = False,
+        optimizer_offload: bool = False,
     ) -> None:
         """Load `model`. Without an `optimizer` the engine only computes (a reference model) and keeps no masters.
 
         `total_steps`: optimizer steps, for schedules that end. `temperature`: divides the logits, as in sampling.
         `max_tokens_per_micro_batch`: memory bound of a pass, cannot change results. `sharding`: slice the model over the
         ranks; auto does so where there are several. `fsdp_size`: ranks that hold one sliced copy; None: all.
-        `cpu_offload`: slices, gradients and optimizer live in host memory, and the update runs there. Raises UserError
-        for a model or setting that cannot work.
+        `param_offload`, `optimizer_offload`: parameters, and what only the update needs, are in host memory except within
+        `resident`. Raises UserError for a model or setting that cannot work.
         """
         self.model = model
         self.head = head
@@ -91,9 +94,9 @@ class FSDPEngine:
         self._scorer = Scorer(self.module, self._body, self.compute_dtype, temperature)
         if self.is_sharded:
             mesh = sharding_.data_mesh(self.device.type, fsdp_size)
-            sharding_.shard(self._scorer, list(self._body.layers), mesh, self.compute_dtype, cpu_offload=cpu_offload)
+            sharding_.shard(self._scorer, list(self._body.layers), mesh, self.compute_dtype)
             full = load(model, torch.device("cpu"), dtype) if dist.get_rank() == 0 else None
-            sharding_.materialise(self.module, full, torch.device("cpu") if cpu_offload else self.device)
+            sharding_.materialise(self._scorer, self.module, full, self.device)
         self.optimizer: MasterAdamW | None = None
         if optimizer is not None:
             parameters = dict(self.module.named_parameters())
@@ -107,6 +110,48 @@ class FSDPEngine:
             )
             getattr(self._body, name)({"use_reentrant": False})
         self._gradient_checkpointing = gradient_checkpointing
+        self._parameters_home: HostParking | ModuleParking | None = None
+        if param_offload and self.is_sharded:
+            self._parameters_home = ModuleParking(self._scorer, self.device, self._after_a_move)
+        elif param_offload:
+            self._parameters_home = HostParking(self.module.parameters, self.device)
+        self._optimizer_home: HostParking | None = None
+        if optimizer_offload and self.optimizer is not None:
+            self._optimizer_home = HostParking(self.optimizer.tensors, self.device)
+        self._residents = 0
+        self._leave()
+
+    @contextmanager
+    def resident(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Parameters, and with `optimizer` what the update needs, on the device while the block runs. Every use of the
+        engine's weights belongs into such a block, which may hold others; it costs nothing where nothing leaves."""
+        self._residents += 1
+        if self._parameters_home is not None:
+            self._parameters_home.fetch()
+        if optimizer and self._optimizer_home is not None:
+            self._optimizer_home.fetch()
+        try:
+            yield
+        finally:
+            self._residents -= 1
+            if optimizer and self._optimizer_home is not None:
+                self._optimizer_home.park()
+            if self._residents == 0:
+                self._leave()
+
+    @property
+    def parameters_are_away(self) -> bool:
+        """Whether parameters are in host memory, so that their device memory will be another after `resident`."""
+        return self._parameters_home is not None and self._parameters_home.is_parked
+
+    def _leave(self) -> None:
+        for home in (self._parameters_home, self._optimizer_home):
+            if home is not None:
+                home.park()
+
+    def _after_a_move(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.take_slices()
 
     def compute(self, batch: TokenBatch, *, entropy: bool = False, all_tokens: bool = False) -> ModelOutputs:
         """Log-probs (and entropies in nats) or values of `batch`'s tokens, [T] float32 on the CPU, without gradient."""

@@ -8,7 +8,7 @@ of all micro-batches are added up in float32 as each backward pass produces them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -67,17 +67,19 @@ class MasterAdamW:
         self.num_steps = 0
         """Optimizer steps so far, skipped ones included: the position in the schedule."""
         self._parameters = dict(parameters)
+        self._gradients: dict[str, Tensor] = {}
+        """Float32 sums for masters of half-precision parameters, which may be off the device until the update."""
         self.masters: dict[str, nn.Parameter] = {}
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                self.masters[name] = nn.Parameter(local(parameter.detach()))
+                self.masters[name] = nn.Parameter(local(parameter.detach()))  # as `take_slices` does again
                 continue
             if compute_dtype == torch.float32:
                 self.masters[name] = parameter
                 continue
             master = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(compute_dtype)
-            parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._add_gradient(name, p))
             self.masters[name] = master
         self._is_sharded = any(isinstance(p, DTensor) for p in parameters.values())
         decayed = [m for m in self.masters.values() if m.ndim >= 2]
@@ -100,7 +102,7 @@ class MasterAdamW:
         """
         lr = lr_at(self.num_steps, self.config, self.total_steps)
         self.num_steps += 1
-        self._take_slices()
+        self._take_gradients()
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = self._norm() if self._is_sharded else float(torch.nn.utils.get_total_norm(gradients))
         finite = math.isfinite(norm)
@@ -117,8 +119,34 @@ class MasterAdamW:
             metrics["grad_norm"] = Last(norm)
         return metrics
 
-    def _take_slices(self) -> None:
-        """Hand the gradients of sliced parameters to their masters."""
+    def _add_gradient(self, name: str, parameter: Tensor) -> None:
+        # Runs as soon as the parameter's gradient is complete, so at most one half-precision gradient is alive.
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if name in self._gradients:
+            self._gradients[name].add_(gradient)
+        else:
+            self._gradients[name] = gradient.float()
+
+    def take_slices(self) -> None:
+        """Let the masters of sliced parameters be their present memory, after that has moved."""
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, DTensor):
+                self.masters[name].data = local(parameter.detach())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What only the update needs: moments, and masters that are no parameters of the module."""
+        for name, master in self.masters.items():
+            if master is not self._parameters[name] and not isinstance(self._parameters[name], DTensor):
+                yield master
+            yield from (t for kind, t in self._adam.state[master].items() if kind != "step")
+
+    def _take_gradients(self) -> None:
+        """Hand all gradients to the masters."""
+        while self._gradients:
+            name, gradient = self._gradients.popitem()
+            self.masters[name].grad = gradient
         for name, parameter in self._parameters.items():
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 self.masters[name].grad = local(parameter.grad)
@@ -169,15 +197,3 @@ class MasterAdamW:
             kind, name = key.split(".", 1)
             master = self.masters[name]
             self._adam.state[master][kind] = local(tensor).to(master.device)
-
-
-def _move_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
-    # Runs as soon as the parameter's gradient is complete, so at most one half-precision gradient is alive.
-    gradient = parameter.grad
-    parameter.grad = None
-    if gradient is None:
-        return
-    if master.grad is None:
-        master.grad = gradient.float()
-    else:
-        master.grad.add_(gradient)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.errors import ConfigError
@@ -38,21 +38,19 @@ def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def shard(root: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, *, cpu_offload: bool) -> None:
+def shard(root: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Slice `blocks` one by one and what is left of `root` as one more unit, in place. Gradients are summed, not averaged:
     a loss is divided by its global count."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Pinned memory needs a GPU.
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     for block in [*blocks, root]:
-        unit: Any = fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        unit: Any = fully_shard(block, mesh=mesh, mp_policy=policy)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def materialise(module: nn.Module, full: nn.Module | None, device: torch.device) -> None:
-    """Give the sliced `module`, which is on the meta device, the weights and buffers of rank 0's `full` (None on others),
-    one tensor at a time: no rank but the first ever holds the whole model."""
+def materialise(root: nn.Module, module: nn.Module, full: nn.Module | None, device: torch.device) -> None:
+    """Give the sliced `module` inside `root`, which is on the meta device, the weights and buffers of rank 0's `full`
+    (None on others), one tensor at a time: no rank but the first ever holds the whole model."""
     parameters = {} if full is None else dict(full.named_parameters())
     made: dict[int, nn.Parameter] = {}
     assigned: dict[str, Tensor] = {}
@@ -67,6 +65,8 @@ def materialise(module: nn.Module, full: nn.Module | None, device: torch.device)
     for name, buffer in list(module.named_buffers()):
         owner, _, attribute = name.rpartition(".")
         module.get_submodule(owner)._buffers[attribute] = _from_rank_zero(buffers.get(name), buffer.shape, buffer.dtype, device)
+    # Slices that are padded are laid anew on the first move (or pass) after loading: now, before anyone keeps views of them.
+    root.to(device)
 
 
 def _from_rank_zero(value: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
