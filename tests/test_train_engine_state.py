@@ -154,6 +154,7 @@ def test_bfloat16_gradients_accumulate_in_float32():
     optimizer, parameters = adamw({"w": [[1.0]]}, OptimizerConfig(), torch.bfloat16)
     for factor in [1.0] + [2.0**-9] * 8:
         (parameters["w"] * factor).sum().backward()
+    optimizer._take_gradients()
     assert optimizer.masters["w"].grad.item() == 1 + 8 * 2**-9
 
 
