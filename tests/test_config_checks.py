@@ -98,7 +98,7 @@ def test_dialogue_settings_without_dialogue():
 
 
 def test_every_number_has_a_range_or_needs_none():
-    free = {"rollout.top_k", "data.seed", "rollout.seed", "training.seed", "actor.entropy_coef", "reward.scale"}
+    free = {"rollout.top_k", "actor.entropy_coef", "reward.scale"}
     free |= {"reward.format_score", "reward.failure_reward"}
     numbers = {key for key, field in FIELDS.items() if field.type in (int, float)}
     assert set(_RANGES) == numbers - free

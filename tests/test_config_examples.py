@@ -83,8 +83,6 @@ def test_sections_of_the_tutorial_for_later_versions_are_refused_by_name():
         "max_turns=8",
         "context_window_size=4096",
         "state_tracking=true",
-        "memory_optimization.param_offload=true",
-        "memory_optimization.optimizer_offload=true",
         "parallel.tensor_model_parallel_size=2",
     ):
         key = override.split("=")[0]

@@ -135,6 +135,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     f"{AA}.use_torch_compile": (False, {}),
     f"{AA}.fsdp_config.param_offload": (False, {}),
     f"{AA}.fsdp_config.optimizer_offload": (False, {}),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": (True, {"memory_optimization.param_offload": True}),
     f"{AA}.fsdp_config.fsdp_size": (2, {"parallel.fsdp_size": 2}),
     f"{AA}.fsdp_config.model_dtype": ("fp32", {}),
     f"{AA}.megatron.tensor_model_parallel_size": (1, {}),
@@ -411,7 +412,6 @@ def test_what_is_not_supported_is_refused(key: str):
     ("key", "value"),
     [
         (f"{RR}.name", "vllm"),
-        (f"{AA}.fsdp_config.param_offload", True),
         ("tools", ["calculator"]),
         ("max_turns", 8),
         ("state_tracking", True),
@@ -427,7 +427,6 @@ def test_refusal_names_what_the_user_wrote(key: str, value: Any):
     [
         ("actor_rollout_ref.model.lora_rank", 0),
         (f"{RR}.tensor_model_parallel_size", 1),
-        ("actor_rollout_ref.ref.fsdp_config.param_offload", False),
         ("reward.calculator", False),
         (f"{AA}.strategy", "fsdp2"),
     ],

@@ -135,6 +135,15 @@ def newest_checkpoint(root: Path) -> Path | None:
     return max(complete, key=lambda pair: pair[1].serial)[0] if complete else None
 
 
+def damaged_checkpoints(root: Path) -> list[str]:
+    """One line, folder and defect, for each step folder under `root` that is not complete, by step."""
+    return [
+        f"checkpoint {folder} is damaged: {defect}"
+        for folder in sorted(Path(root).glob("step_*"))
+        if (defect := _defect(folder, checksums=False)) is not None
+    ]
+
+
 def resolve_checkpoint(path: Path | str) -> Path:
     """The step folder meant by `path`: a step folder, a `last` link, a folder of checkpoints, or a run's folder.
 
@@ -165,8 +174,11 @@ def check_integrity(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError when the manifest is absent or unreadable."""
     try:
-        return Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["checkpoint"])
+        if not all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in manifest.files.values()):
+            raise TypeError("files")
+        return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}; name a complete checkpoint") from error
 
 

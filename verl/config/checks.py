@@ -102,6 +102,9 @@ _RANGES: dict[str, _Range] = {
     "reward.timeout_s": _POSITIVE,
     "multi_turn.max_turns": _COUNT,
     "multi_turn.context_window_size": _COUNT,
+    "training.seed": _COUNT_OR_ZERO,
+    "data.seed": _COUNT_OR_ZERO,
+    "rollout.seed": _COUNT_OR_ZERO,
     "training.total_steps": _COUNT,
     "training.max_epochs": _COUNT,
     "training.save_interval": _COUNT_OR_ZERO,
@@ -160,6 +163,10 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             f"rollout.min_tokens={config.rollout.min_tokens} is over data.max_response_length={response}; lower the first"
         )
+    if "" in config.rollout.stop:
+        raise ConfigError("rollout.stop holds an empty string, which every text contains; leave it out")
+    if any(token < 0 for token in config.rollout.stop_token_ids):
+        raise ConfigError(f"rollout.stop_token_ids={config.rollout.stop_token_ids}: token ids are at least 0")
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise ConfigError(f"rollout.top_k={config.rollout.top_k}: must be at least 1, or -1 for off")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,12 +153,26 @@ def _resolve(
         refuse_unsupported(key, values[key], as_written)
     if values.get("reward.function") is not None:
         values.setdefault("reward.type", "custom")
-    values = {**purpose.defaults, **values}
+    values = {key: _expand_home(value) if key in _PATHS else value for key, value in {**purpose.defaults, **values}.items()}
     for line in _report(written, settings, outcomes):
         printer(f"config: {line}")
     config = build_config(values)
     check_config(config, purpose=purpose, printer=printer)
     return config
+
+
+_PATHS = frozenset(
+    (
+        *("model.path", "model.tokenizer_path", "model.chat_template", "critic.path", "data.train_files", "data.val_files"),
+        *("reward.function", "training.output_dir", "training.resume", "training.last_link"),
+    )
+)
+
+
+def _expand_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 
 def _translate(written: Mapping[str, Written]) -> tuple[_Settings, dict[str, Outcome]]:

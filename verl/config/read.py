@@ -178,6 +178,9 @@ def _parse_override(text: str) -> tuple[str, Any, bool]:
     malformed = ConfigError(
         f"override {text!r} is not key=value; quote values that hold spaces or special characters: \"key='a value'\""
     )
+    name, _, given = text.partition("=")
+    if given.startswith("~/"):  # the shell does this for a word of its own, not behind an equals sign
+        text = f"{name}={os.path.expanduser(given)}"
     try:
         override = _override_parser().parse_override(text)
     except HydraException:

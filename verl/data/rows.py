@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import csv
+import hashlib
 import importlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -202,6 +204,7 @@ def _read_parquet(path: Path) -> Table:
     import pyarrow.parquet as pq
 
     try:
+        _check_columns(pq.read_schema(path, memory_map=True).names, path)
         table = pq.read_table(path, memory_map=True)
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a parquet file: {_first_line(error)}") from error
@@ -230,6 +233,7 @@ def _read_json(path: Path, split: Split) -> Table:
         if text.startswith(b"{") and b"\n" in text:
             return _read_jsonl(path)
         raise DataError(f"{path} is not JSON: {_first_line(error)}") from error
+    _check_text(text, value, str(path))
     if isinstance(value, dict):
         value = _list_in(value, path, split)
     if not isinstance(value, list):
@@ -260,6 +264,7 @@ def _read_csv(path: Path) -> Table:
         reader = csv.reader(file)
         try:
             header = next(reader, [])
+            _check_columns(header, path)
             for cells in reader:
                 if len(cells) != len(header):
                     raise DataError(
@@ -272,11 +277,30 @@ def _read_csv(path: Path) -> Table:
     return Table(rows, stem=path.stem, source=str(path), lines=lines)
 
 
+def _check_columns(names: Sequence[str], path: Path) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(f"{path}: there are {names.count(twice[0])} columns named {twice[0]!r}; rename or drop one")
+
+
 def _parse(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not a JSON object: {_first_line(error)}") from error
+    _check_text(line, value, where)
+    return value
+
+
+def _check_text(source: bytes, value: Any, where: str) -> None:
+    """JSON may write half of a surrogate pair (`\\ud83d` alone), which is no character that a tokenizer or file takes."""
+    if b"\\ud" not in source.lower():
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise DataError(f"{where}: holds {half}, half of a surrogate pair, which is no character; mend the text") from None
 
 
 def _check_object(row: Any, where: str) -> None:
@@ -313,6 +337,21 @@ def _hub_table(file: str, split: Split) -> Table:
         data = data[choices[0]]
     data = data.with_format("arrow")
     return Table(_ArrowRows(data[:]), stem=Path(name).name, source=file)
+
+
+def digest_of(files: Sequence[str]) -> str:
+    """A digest of the contents of data files and folders; of the name alone for what is on the hub."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in files:
+        path = Path(name).expanduser()
+        inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        for file in inside:
+            digest.update(str(name).encode())
+            if file.is_file():
+                with file.open("rb") as stream:
+                    while block := stream.read(1 << 22):
+                        digest.update(block)
+    return digest.hexdigest()
 
 
 def _first_line(error: Exception) -> str:

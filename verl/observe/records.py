@@ -64,7 +64,8 @@ def set_aside(path: Path) -> None:
 def append_line(path: Path, line: str) -> None:
     """One write call, unbuffered: a reader never sees half a line, and a killed run loses none."""
     with path.open("ab", buffering=0) as file:
-        file.write(line.encode())
+        # Half a surrogate pair (a model may produce one) becomes its escape, which JSON reads back.
+        file.write(line.encode("utf-8", "backslashreplace"))
 
 
 def to_json_line(row: Mapping[str, Any]) -> str:
@@ -74,15 +75,16 @@ def to_json_line(row: Mapping[str, Any]) -> str:
 
 def read_jsonl(path: Path) -> list[Row]:
     """Rows of a file that may still be written: a last line torn by a crash is left out; any other bad line is an error."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    *lines, _torn = path.read_bytes().split(b"\n")  # not splitlines(), which takes U+2028 in a text for an end
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number} is no JSON ({error.msg}); mend or remove that line") from error
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is no JSON ({error}); mend or remove that line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number} is no JSON object; mend or remove that line")
+        rows.append(row)
     return rows
 
 

@@ -29,13 +29,25 @@ def run_info(run_dir: Path, config: str) -> None:
     _keep_changed(run_dir / CONFIG_FILE, config)
     write_atomically(run_dir / CONFIG_FILE, config)
     info_file = run_dir / INFO_FILE
-    starts = json.loads(info_file.read_text(encoding="utf-8")) if info_file.exists() else []
-    starts.append(describe_run())
+    starts = [*_earlier_starts(info_file), describe_run()]
     write_atomically(info_file, json.dumps(starts, indent=2) + "\n")
 
 
+def _earlier_starts(file: Path) -> list[Any]:
+    if not file.exists():
+        return []
+    try:
+        starts = json.loads(file.read_bytes())
+    except ValueError:
+        starts = None
+    if isinstance(starts, list):
+        return starts
+    set_aside(file)  # damaged, and nothing but a note: no reason to stop
+    return []
+
+
 def _keep_changed(file: Path, text: str) -> None:
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if file.exists() and file.read_bytes() != text.encode():
         set_aside(file)
 
 
@@ -44,6 +56,7 @@ def describe_run() -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
+        "folder": os.getcwd(),
         "verl": verl.__version__,
         "commit": _git_commit(Path(verl.__file__).parent.parent),
         "python": platform.python_version(),

@@ -42,10 +42,13 @@ def main() -> None:
         _write(replies, ("error", str(error)))
         return
     _write(replies, ("ready", function.required_columns))
+    own_pid = os.getpid()
     while True:
         frame = frames.get()
         signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
         outcome = _score(function, frame)
+        if os.getpid() != own_pid:
+            os._exit(0)  # a child that the reward function forked and let return: the pipe is not its own
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write(replies, outcome)
 
@@ -53,9 +56,16 @@ def main() -> None:
 def _score(function: RewardFunction, frame: bytes) -> ScoreOutcome:
     try:
         return read_result(function(pickle.loads(frame)))
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    except BaseException as error:  # KeyboardInterrupt and the like too: it is the function's, not ours
+        reason = " ".join(f"{type(error).__name__}: {_text(error)}".split())
         return ScoreOutcome(failure=reason[:300], kind="exception", traceback=traceback.format_exc())
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be had)"
 
 
 def _take_over_stdio() -> tuple[BinaryIO, BinaryIO]:

@@ -46,6 +46,13 @@ def resolve_models(config: Config) -> Config:
     return config
 
 
+def check_stop_tokens(config: Config, tokenizer: Any) -> None:
+    """Raises ConfigError for an id that the tokenizer does not have."""
+    unknown = [token for token in config.rollout.stop_token_ids if token >= len(tokenizer)]
+    if unknown:
+        raise ConfigError(f"rollout.stop_token_ids={unknown}: the tokenizer has the ids 0 to {len(tokenizer) - 1}")
+
+
 def check_context_length(config: Config, dataset: PromptDataset) -> None:
     """Raises ConfigError when the longest prompt with a response may take more positions than the model has."""
     limit, lengths = context_length(config.model.path), dataset.lengths
@@ -67,6 +74,7 @@ def load_rl_inputs(config: Config) -> RLInputs:
     validation = None
     if config.data.val_files:
         validation = load_prompt_dataset(config.data.val_files, config.data, config.model, tokenizer, "test")
+    check_stop_tokens(config, tokenizer)
     for dataset in (train, validation):
         if dataset is not None:
             check_context_length(config, dataset)

@@ -6,6 +6,7 @@ Prints accuracy, mean number of reasoning steps and completeness with 95 % inter
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,11 +20,27 @@ def main(argv: Sequence[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="verl eval", description="Evaluate models on held-out problems, side by side.")
     parser.add_argument(
-        "--model_path", nargs="+", required=True, metavar="DIR", help="model, checkpoint or run folders, or hub ids"
+        "--model_path",
+        type=os.path.expanduser,
+        nargs="+",
+        required=True,
+        metavar="DIR",
+        help="model, checkpoint or run folders, or hub ids",
     )
-    parser.add_argument("--eval_dataset", required=True, metavar="FILE", help="data file or folder; the suffix may be left out")
+    parser.add_argument(
+        "--eval_dataset",
+        type=os.path.expanduser,
+        required=True,
+        metavar="FILE",
+        help="data file or folder; the suffix may be left out",
+    )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the models in the table")
-    parser.add_argument("--output", metavar="DIR", help="write results.json, table.md and every answer (answers.jsonl) here")
+    parser.add_argument(
+        "--output",
+        type=os.path.expanduser,
+        metavar="DIR",
+        help="write results.json, table.md and every answer (answers.jsonl) here",
+    )
     args, overrides = parse_arguments(parser, argv)
     from verl.config import EVAL, load_config
     from verl.errors import ConfigError

@@ -5,10 +5,17 @@ Answers every prompt `rollout.val_n` times and writes the rows with a column `re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl.trainer.entry import parse_arguments, run_main
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from verl.data.types import Prompt
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,32 +53,53 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for start in range(0, len(trajectories), sampling.n):
         group = trajectories[start : start + sampling.n]
-        rows.append({**_columns(group[0].prompt), "responses": [t.response_text for t in group]})
+        rows.append(_row(group[0].prompt, [t.response_text for t in group]))
     _write(rows, Path(args.output))
     print(f"written: {args.output} ({plural(len(rows), 'row')}, {plural(sampling.n, 'response')} each)")
 
 
-def _columns(prompt) -> dict:
-    return {
+def _row(prompt: Prompt, responses: list[str]) -> dict[str, Any]:
+    """What was asked and answered, then the row's further columns; one whose name is taken is called `input_NAME`."""
+    own = {
         "uid": prompt.uid,
         "prompt": prompt.shown,
         "data_source": prompt.data_source,
         "ground_truth": None if prompt.ground_truth is None else str(prompt.ground_truth),
-        **prompt.extra,
+        "responses": responses,
     }
+    return own | {f"input_{name}" if name in own else name: value for name, value in prompt.extra.items()}
 
 
 def _write(rows: list[dict], path: Path) -> None:
-    import json
-
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
         return
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    names = dict.fromkeys(name for row in rows for name in row)  # rows of JSON need not have the same
+    pq.write_table(pa.table({name: _column([row.get(name) for row in rows]) for name in names}), path)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """An Arrow column; values that are of several kinds, or of one that parquet lacks, as JSON text."""
+    import pyarrow as pa
+
+    try:
+        column = pa.array(values)
+        if not _has_empty_struct(column.type):
+            return column
+    except (pa.ArrowException, OverflowError):
+        pass
+    return pa.array([None if value is None else json.dumps(value, default=str) for value in values])
+
+
+def _has_empty_struct(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    children = [kind.field(index).type for index in range(kind.num_fields)]
+    return (pa.types.is_struct(kind) and not children) or any(map(_has_empty_struct, children))
 
 
 if __name__ == "__main__":

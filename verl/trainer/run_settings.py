@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +12,8 @@ from verl.config import config_to_dict, load_config
 from verl.config.fields import FIELDS
 from verl.config.purpose import Purpose
 from verl.config.read import flatten
-from verl.observe.records import CONFIG_FILE
+from verl.errors import UserError
+from verl.observe.records import CONFIG_FILE, INFO_FILE
 
 _OF_THE_MACHINE = ("model.path", "model.tokenizer_path", "model.dtype", "training.*", "parallel.*", "data.max_val_rows")
 
@@ -47,9 +49,28 @@ def trained_settings(model_paths: Sequence[str], purpose: Purpose) -> dict[str, 
 
 
 def _settings(run: Path, purpose: Purpose) -> dict[str, Any]:
+    if not (run / CONFIG_FILE).read_bytes().strip():
+        raise UserError(f"{run / CONFIG_FILE} is empty, so the run's settings are not known; give --config FILE")
     config = load_config(run / CONFIG_FILE, purpose=purpose, printer=lambda line: None)
+    home = _started_in(run)
     return {
-        key: value
+        key: _from(home, value) if key in ("reward.function", "model.chat_template") else value
         for key, value in flatten(config_to_dict(config)).items()
         if value != FIELDS[key].default and purpose.reads_key(key) and not any(fnmatchcase(key, p) for p in _OF_THE_MACHINE)
     }
+
+
+def _started_in(run: Path) -> Path | None:
+    """The working directory of the run's last start."""
+    try:
+        return Path(json.loads((run / INFO_FILE).read_bytes())[-1]["folder"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _from(home: Path | None, value: str) -> str:
+    """A path that the run took from its working directory, as seen from anywhere: `file.py:name`, or a file."""
+    file, colon, name = value.partition(":")
+    if home is None or not (home / file).is_file():
+        return value
+    return f"{home / file}{colon}{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import sys
@@ -10,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from verl.checkpoint.manager import CheckpointManager, newest_checkpoint, resolve_checkpoint
+from verl.checkpoint.manager import CheckpointManager, check_integrity, damaged_checkpoints, newest_checkpoint, resolve_checkpoint
 from verl.checkpoint.rng import rng_state, set_rng_state
 from verl.config import Config, config_to_yaml
 from verl.config.fields import flat_values
+from verl.data.rows import digest_of
 from verl.errors import UserError
 from verl.observe.logger import RunLogger
 from verl.observe.records import check_writable
@@ -24,6 +26,7 @@ from verl.observe.trackers import check_trackers
 from verl.trainer.roles import count_ranks
 
 STATE_FILE = "trainer.json"
+LOCK_FILE = ".lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +94,10 @@ def _find_resume(config: Config, run_dir: Path, kind: str) -> Path | None:
     resume = config.training.resume
     if resume == "never":
         return None
-    found = newest_checkpoint(run_dir / "checkpoints") if resume == "auto" else resolve_checkpoint(resume)
+    found = _newest_sound(run_dir / "checkpoints") if resume == "auto" else resolve_checkpoint(resume)
     if found is None:
         return None
+    check_integrity(found)
     saved = json.loads((found / STATE_FILE).read_text())["fingerprint"]
     differing = [
         f"{key} was {saved.get(key)!r}, is {value!r}"
@@ -105,6 +109,20 @@ def _find_resume(config: Config, run_dir: Path, kind: str) -> Path | None:
             f"{found} belongs to another run ({'; '.join(differing)}); set training.resume=never or another training.output_dir"
         )
     return found
+
+
+def _newest_sound(root: Path) -> Path | None:
+    """The newest complete checkpoint. Says which later ones are damaged, and stops rather than start anew over them."""
+    newest = newest_checkpoint(root)
+    damaged = damaged_checkpoints(root)
+    if newest is None and damaged:
+        raise UserError(
+            f"{damaged[-1]}; no checkpoint in {root} is complete. Set training.resume=never to start anew, or another "
+            "training.output_dir"
+        )
+    for line in damaged:
+        print(f"warning: {line}; going on from {newest}")
+    return newest
 
 
 def _fingerprint(config: Config, kind: str) -> dict[str, Any]:
@@ -141,12 +159,13 @@ class RunSession:
         training = config.training
         run_dir = run_directory(config, algorithm)
         check_writable("training.output_dir", run_dir, folder=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(run_dir)
         link = Path(training.last_link) if training.last_link else None
         # First, since it completes or clears what a killed run left there.
         self.checkpoints = CheckpointManager(run_dir / "checkpoints", keep_last=training.keep_last, last_link=link)
         plan = plan_session(config, algorithm=algorithm, kind=kind, total_steps=total_steps)
         self.run_dir, self.resume_from, self.state, self.start_step = run_dir, plan.resume_from, plan.state, plan.start_step
-        run_dir.mkdir(parents=True, exist_ok=True)
         run_info(run_dir, config_to_yaml(config))
         # Fine-tuning takes many short steps; twenty lines say as much as hundreds.
         console_every = max(1, total_steps // 20) if kind == "sft" else 1
@@ -154,9 +173,12 @@ class RunSession:
             self.run_dir, config.tracking, total_steps, kind=kind, resumed_step=self.start_step, console_every=console_every
         )
         self._kind = kind
+        self._digest: str | None = None
         if self.resume_from is not None:
             self.checkpoints.use(self.resume_from)
             print(f"resuming after step {self.start_step} from {self.resume_from} (training.resume=never starts anew)")
+            if self.state.get("data_digest", self._data_digest()) != self._data_digest():
+                print("warning: data.train_files hold other rows than when the checkpoint was saved")
             if changed := changed_settings(self.state.get("config", {}), config):
                 print(f"resuming with changed settings: {', '.join(changed)}")
 
@@ -166,11 +188,17 @@ class RunSession:
             return False
         return step == self.total_steps or (interval is not None and step % interval == 0)
 
+    def _data_digest(self) -> str:
+        if self._digest is None:
+            self._digest = digest_of(self.config.data.train_files)
+        return self._digest
+
     def save(self, step: int, state: dict[str, Any], write_models: Callable[[Path], None]) -> Path:
         """One atomic checkpoint: models by `write_models`, the driver's `state`, random number generators."""
         with self.checkpoints.saving(step) as folder:
             write_models(folder)
             record = {**state, "rng": rng_state(), "step": step, "config": flat_values(self.config)}
+            record["data_digest"] = self._data_digest()
             record["fingerprint"] = _fingerprint(self.config, self._kind)
             (folder / STATE_FILE).write_text(json.dumps(record))
         latest = self.checkpoints.latest()
@@ -196,11 +224,24 @@ class RunSession:
 
     def __exit__(self, *error: object) -> None:
         self._interrupt.restore()
+        self._lock.close()
 
     def restore_rng(self) -> None:
         """Put the random number generators back to where the checkpoint left them."""
         if self.resume_from is not None:
             set_rng_state(self.state["rng"])
+
+
+def _lock(run_dir: Path) -> IO[str]:
+    """A lock on the run's folder, held for as long as the file is open; the system frees it when the process ends."""
+    file = (run_dir / LOCK_FILE).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"training.output_dir={run_dir}: another run is writing there; wait for it, or name another") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 class _Interrupt:

@@ -14,7 +14,7 @@ from verl.data.types import Trajectory
 from verl.errors import DataError
 from verl.observe.evaluation import EvalSummary
 from verl.rewards.score import RewardScorer, build_reward
-from verl.trainer.inputs import check_context_length, resolve_model
+from verl.trainer.inputs import check_context_length, check_stop_tokens, resolve_model
 from verl.trainer.roles import closing_runtime, resource_pool, start_runtime
 from verl.trainer.validation import evaluate_prompts
 
@@ -38,6 +38,7 @@ def load_for_inference(
     Data and reward are checked first."""
     config = replace(config, model=replace(config.model, path=resolve_model(model_path)))
     tokenizer = load_tokenizer(config.model)
+    check_stop_tokens(config, tokenizer)
     prompts = load_prompt_dataset([resolve_dataset(dataset)], config.data, config.model, tokenizer, "test")
     check_context_length(config, prompts)
     if reward is not None:

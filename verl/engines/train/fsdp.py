@@ -95,6 +95,7 @@ class FSDPEngine:
         if self.is_sharded:
             mesh = sharding_.data_mesh(self.device.type, fsdp_size)
             sharding_.shard(self._scorer, list(self._body.layers), mesh, self.compute_dtype)
+            self._slice_is_whole = mesh.size(mesh.ndim - 1) == 1
             full = load(model, torch.device("cpu"), dtype) if dist.get_rank() == 0 else None
             sharding_.materialise(self._scorer, self.module, full, self.device)
         self.optimizer: MasterAdamW | None = None
@@ -177,7 +178,9 @@ class FSDPEngine:
             # Transformers checkpoints in training mode alone; no other layer of these models depends on the mode.
             self.module.train()
         try:
-            for indices in self._micro_batches(batch, all_tokens):
+            groups = self._micro_batches(batch, all_tokens)
+            for number, indices in enumerate(groups):
+                self._will_reduce(is_last=number == len(groups) - 1)
                 if indices is None:
                     self._pass_of_no_weight(loss.needs_entropy).backward()
                     continue
@@ -199,6 +202,12 @@ class FSDPEngine:
         if self.is_sharded:
             groups += [None] * (sharding_.most_of(len(groups), self.device) - len(groups))
         return groups
+
+    def _will_reduce(self, *, is_last: bool) -> None:
+        """Whether the next backward pass hands its gradients to the slices. With slices smaller than the whole each pass
+        does, since only that keeps memory small; where a rank holds the whole, once a batch is enough."""
+        if self.is_sharded and self._slice_is_whole:
+            self._scorer.set_requires_gradient_sync(is_last)  # type: ignore[operator]
 
     def _pass_of_no_weight(self, entropy: bool) -> Tensor:
         """Zero, by way of every parameter: the part of a rank without data in what the others do together."""

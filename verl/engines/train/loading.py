@@ -204,6 +204,13 @@ def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
 
 
 def _export_tokenizer(model: ModelConfig, folder: Path) -> None:
+    _copy_tokenizer(model, folder)
+    if model.chat_template is not None:
+        # This file goes before what tokenizer_config.json may hold.
+        shutil.copy(Path(model.chat_template).expanduser(), folder / "chat_template.jinja")
+
+
+def _copy_tokenizer(model: ModelConfig, folder: Path) -> None:
     source = model.tokenizer_path or model.path
     local = Path(source).expanduser()
     if not local.is_dir():

@@ -154,16 +154,15 @@ class MasterAdamW:
 
     def _norm(self) -> float:
         """Global gradient norm over all ranks: an element that several ranks hold counts once."""
-        square = torch.zeros((), dtype=torch.float64)
-        for name, master in self.masters.items():
-            if master.grad is not None:
-                square += float(torch.linalg.vector_norm(master.grad)) ** 2 / copies(self._parameters[name])
-        square = square.to(self._device())
+        held = [(m.grad, copies(self._parameters[name])) for name, m in self.masters.items() if m.grad is not None]
+        device = next(iter(self.masters.values())).device
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if held:
+            norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in held])).double()
+            shares = torch.tensor([1 / count for _, count in held], dtype=torch.float64).to(device, non_blocking=True)
+            square = (norms.square() * shares).sum()
         dist.all_reduce(square)
         return float(square.sqrt())
-
-    def _device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -42,8 +42,10 @@ def shard(root: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, dtype: tor
     """Slice `blocks` one by one and what is left of `root` as one more unit, in place. Gradients are summed, not averaged:
     a loss is divided by its global count."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Where a rank's slice is the whole, freeing gathered weights between the passes would save little and cost a gather.
+    reshard = mesh.size(mesh.ndim - 1) > 1
     for block in [*blocks, root]:
-        unit: Any = fully_shard(block, mesh=mesh, mp_policy=policy)
+        unit: Any = fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard if block is not root else None)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
