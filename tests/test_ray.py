@@ -2,12 +2,17 @@
 
 import json
 import os
+import random
+import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from verl.checkpoint.manager import check_integrity
 from verl.checkpoint.tensors import read_tensors
 from verl.controller import (
     LocalRuntime,
@@ -261,3 +266,71 @@ def test_sft_is_the_same_on_two_ranks_and_exports_what_transformers_loads(inputs
     assert_alike(results[2].run_dir, results[1].run_dir, 1e-4)
     one, two = (dict(AutoModelForCausalLM.from_pretrained(r.checkpoint).named_parameters()) for r in results.values())
     assert one.keys() == two.keys() and all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+
+
+# --- workers that are lost
+
+
+def hosts() -> list[int]:
+    """Processes of the ranks."""
+    shown = subprocess.run(["pgrep", "-f", "^ray::_Host"], capture_output=True, text=True)
+    return sorted(int(pid) for pid in shown.stdout.split())
+
+
+def kill_at(trainer, step: int, rank: int):
+    """`kill -9` of one rank as the training step after `step` begins; once."""
+    original, killed = trainer.step, []
+
+    def step_after_murder(prompts):
+        if trainer.global_step == step and not killed:
+            killed.append(hosts()[rank])
+            os.kill(killed[0], signal.SIGKILL)
+        return original(prompts)
+
+    trainer.step = step_after_murder
+
+
+def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_named(inputs, tmp_path):
+    config = keys(inputs, tmp_path, parallel__data_parallel_size=2, training__save_interval=1, training__total_steps=3)
+    trainer = GRPOTrainer(inputs["model"], config=config)
+    kill_at(trainer, 2, 1)
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"(?s)rank . of 2 in \w+\.\w+ died: .*start the run again to go on from .*step_000002"):
+        trainer.fit()
+    assert time.monotonic() - started < 60 and hosts() == []
+    check_integrity((tmp_path / "checkpoints" / "last").resolve())
+
+
+def test_a_run_starts_again_by_itself_and_ends_the_same(inputs, local_runs, tmp_path, capsys):
+    config = keys(inputs, tmp_path, algorithm__kl_loss_coef=0.01, parallel__data_parallel_size=2)
+    trainer = GRPOTrainer(inputs["model"], config=config | {"training.save_interval": 2, "training.max_restarts": 1})
+    kill_at(trainer, 3, 0)
+    assert trainer.fit().step == 5
+    assert "restart 1 of 1, from " in capsys.readouterr().err
+    assert_alike(tmp_path, local_runs / "grpo", 1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_any_moment_never_breaks_or_hangs_a_run(inputs, tmp_path):
+    """Ten runs, each with a `kill -9` of a random rank at a random moment: a clear error within the limit, or the end."""
+    choose = random.Random(0)
+    config = keys(inputs, tmp_path / "run", parallel__data_parallel_size=2, training__save_interval=1)
+    config |= {"training.total_steps": 40, "training.worker_timeout_s": 60.0}
+    for _ in range(10):
+        moment = choose.uniform(2.0, 14.0)
+        killer = threading.Timer(moment, lambda: os.kill(choose.choice(hosts() or [0]), signal.SIGKILL) if hosts() else None)
+        killer.start()
+        started = time.monotonic()
+        try:
+            GRPOTrainer(inputs["model"], config=config).fit()
+        except WorkerLost as error:
+            assert "died" in str(error) or "find each other" in str(error)
+        except UserError as error:
+            assert "nothing to train" in str(error)
+            break
+        finally:
+            killer.cancel()
+        assert time.monotonic() - started < 100 and hosts() == []
+        for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+            check_integrity(folder)
+    GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 45}).fit()

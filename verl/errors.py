@@ -17,6 +17,14 @@ class DataError(UserError):
     """A data file, column or row that cannot be used."""
 
 
+class WorkerError(RuntimeError):
+    """A rank failed: the message names the stage, the rank, and holds the rank's own traceback."""
+
+
+class WorkerLost(WorkerError):
+    """A rank's process died, or gave no answer within the limit. Starting again from a checkpoint may help."""
+
+
 class MissingExtraError(UserError):
     """An optional dependency is not installed; the message holds the install line."""
 

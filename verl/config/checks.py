@@ -110,6 +110,7 @@ _RANGES: dict[str, _Range] = {
     "training.save_interval": _COUNT_OR_ZERO,
     "training.keep_last": _COUNT_OR_ZERO,
     "training.eval_interval": _COUNT_OR_ZERO,
+    "training.max_restarts": _COUNT_OR_ZERO,
     "training.max_policy_lag": _COUNT_OR_ZERO,
     "training.worker_timeout_s": _POSITIVE,
     "parallel.tensor_model_parallel_size": _COUNT,

@@ -266,6 +266,8 @@ class TrainingConfig:
     """auto (go on from output_dir's last checkpoint, if any), never, or a checkpoint folder. true and false: auto, never."""
     last_link: str | None = "checkpoints/last"
     """A link kept at this path to the newest complete checkpoint of the newest run; null for none."""
+    max_restarts: int = 0
+    """Ray: how often a run starts again from its last checkpoint after a worker died or hung."""
     max_policy_lag: int = 0
     """Policy versions a sample may be old. 0: strictly on-policy."""
 

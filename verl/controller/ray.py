@@ -25,8 +25,8 @@ from typing import Any
 
 from verl.controller.dispatch import Call, WorkerLayout
 from verl.controller.runtime import ResourcePool, WorkerSpec
-from verl.controller.worker import Worker, WorkerContext, WorkerError, WorkerGroup, WorkerLost
-from verl.errors import UserError
+from verl.controller.worker import Worker, WorkerContext, WorkerGroup
+from verl.errors import UserError, WorkerError, WorkerLost
 
 PLACEMENT_DEADLINE_S = 120.0
 """Time for a cluster to find room for a pool."""

@@ -56,14 +56,6 @@ class Worker:
         self.context = context
 
 
-class WorkerError(RuntimeError):
-    """A rank failed: the message names the stage, the rank, and holds the rank's own traceback."""
-
-
-class WorkerLost(WorkerError):
-    """A rank's process died, or gave no answer within the limit. Starting again from a checkpoint may help."""
-
-
 class Pending(Protocol):
     """The result of a non-blocking call."""
 

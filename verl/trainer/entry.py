@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from verl.errors import UserError
+from verl.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
     from verl.config import Config, Purpose
@@ -26,6 +26,9 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except WorkerError as error:  # it holds the rank's own traceback; the driver's would say nothing
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -28,6 +28,7 @@ from verl.observe.metrics import Last, Metrics, merge_metrics, metric_values
 from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps, resolve_models
+from verl.trainer.restarts import with_restarts
 from verl.trainer.roles import closing_runtime, spawn_workers, start_runtime
 from verl.trainer.rollouts import derive_seed, generate, training_sampling
 from verl.trainer.session import RunResult, RunSession, plan_session
@@ -56,6 +57,10 @@ class RLTrainer:
 
     def fit(self) -> RunResult:
         """Train to the end, or on from the last checkpoint; returns where everything was written."""
+        return with_restarts(self)
+
+    def run(self) -> RunResult:
+        """`fit`, once: a worker that is lost ends it."""
         self.prepare()
         session = self.session
         checkpoint: Path | None = session.resume_from
@@ -184,9 +189,10 @@ class RLTrainer:
         if hasattr(self, "session"):
             return
         config = self.config
+        self.global_step, self.policy_version, self.kl_controller = 0, 0, self.algorithm.kl_controller
         print(self.check())
         total_steps = self.total_steps
-        self.session = RunSession(config, algorithm=self.algorithm.name, kind="train", total_steps=total_steps)
+        session = RunSession(config, algorithm=self.algorithm.name, kind="train", total_steps=total_steps)
         self.loader = PromptLoader(
             self.inputs.train,
             config.data.train_batch_size,
@@ -200,8 +206,10 @@ class RLTrainer:
         groups = spawn_workers(config, self.algorithm, total_steps, self.runtime)
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.critic, self.reference = groups.get("critic"), groups.get("reference")
-        if self.session.resume_from is not None:
-            self._restore(self.session.resume_from, self.session.state)
+        if session.resume_from is not None:
+            self._restore(session.resume_from, session.state)
+        session.restore_rng()
+        self.session = session  # last: a trainer that has one is ready
 
     def save(self) -> Path:
         """Write a checkpoint: a Hugging Face model folder with, inside, what exact resume needs."""
@@ -228,7 +236,6 @@ class RLTrainer:
         if state["kl_controller"] is not None:
             self.kl_controller = KLController(**state["kl_controller"])
         self.rollout.sync_weights(self.policy_version)
-        self.session.restore_rng()
 
 
 class PPOTrainer(RLTrainer):

@@ -223,6 +223,7 @@ class RunSession:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Also ends what never began: a session whose workers could not be started."""
         self._interrupt.restore()
         self._lock.close()
 

@@ -22,6 +22,7 @@ from verl.observe.metrics import Last, Metrics, Sum, merge_metrics, metric_value
 from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import planned_steps, resolve_models
+from verl.trainer.restarts import with_restarts
 from verl.trainer.roles import closing_runtime, resource_pool, start_runtime
 from verl.trainer.session import RunResult, RunSession, plan_session
 
@@ -43,6 +44,10 @@ class SFTTrainer:
 
     def fit(self) -> RunResult:
         """Train to the end, or on from the last checkpoint."""
+        return with_restarts(self)
+
+    def run(self) -> RunResult:
+        """`fit`, once: a worker that is lost ends it."""
         self.prepare()
         session, checkpoint, training = self.session, self.session.resume_from, self.config.training
         metrics: Metrics = {}
@@ -118,8 +123,9 @@ class SFTTrainer:
         from verl.workers.model import ActorWorker
 
         config = self.config
+        self.global_step = 0
         print(self.check())
-        self.session = RunSession(config, algorithm="sft", kind="sft", total_steps=self.total_steps)
+        session = RunSession(config, algorithm="sft", kind="sft", total_steps=self.total_steps)
         self.loader = SFTLoader(
             self.dataset,
             config.data.train_batch_size,
@@ -131,11 +137,12 @@ class SFTTrainer:
         self.runtime = start_runtime(config)
         spec = WorkerSpec(ActorWorker, {"config": config, "total_updates": self.total_steps})
         self.actor = self.runtime.spawn(resource_pool(config), {"actor": spec})["actor"]
-        if self.session.resume_from is not None:
-            self.actor.load(self.session.resume_from / "actor")
-            self.loader.load_state_dict(self.session.state["loader"])
-            self.global_step = self.session.start_step
-            self.session.restore_rng()
+        if session.resume_from is not None:
+            self.actor.load(session.resume_from / "actor")
+            self.loader.load_state_dict(session.state["loader"])
+            self.global_step = session.start_step
+        session.restore_rng()
+        self.session = session  # last: a trainer that has one is ready
 
     def save(self) -> Path:
         """Write a checkpoint: a Hugging Face model folder with, inside, what exact resume needs."""
