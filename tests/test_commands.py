@@ -422,3 +422,40 @@ def test_missing_answers_are_named(inputs, tmp_path, capsys):
     (tmp_path / "q.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1"}) + "\n" for i in range(8)))
     GRPOTrainer(inputs["model"], config=rl_keys(inputs, tmp_path / "run", data__train_files=[str(tmp_path / "q.jsonl")])).check()
     assert "ground_truth=None (set data.answer_key)" in capsys.readouterr().out
+
+
+def test_doctor_names_what_is_missing(capsys, monkeypatch):
+    import importlib.util
+
+    from verl.cli import main
+
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "ok  torch" in out and "all that verl needs is here" in out and "cores" in out
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name in ("ray", "wandb") else found(name, *a))
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    out = capsys.readouterr().out
+    assert "!!  ray" in out and "to mend: ray" in out and "pip install -e '" in out and "[tracking]'" in out
+
+
+def test_export_writes_the_master_weights(run, tmp_path, capsys):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from verl.cli import main
+
+    for dtype in ("float32", "bfloat16"):
+        main(["export", str(run), str(tmp_path / dtype), "--dtype", dtype])
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+        assert model.dtype == getattr(torch, dtype)
+        AutoTokenizer.from_pretrained(tmp_path / dtype)
+        expected = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "last")
+        for (name, mine), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, other.to(mine.dtype)), name
+    main(["export", str(run), str(tmp_path / "default")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "default").dtype == torch.float32
+    with pytest.raises(SystemExit):
+        main(["export", str(run), str(tmp_path / "default")])
+    assert "exists and is not empty" in capsys.readouterr().err

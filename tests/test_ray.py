@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -36,6 +37,7 @@ from verl.trainer.sft import SFTTrainer
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -334,3 +336,41 @@ def test_a_rank_killed_at_any_moment_never_breaks_or_hangs_a_run(inputs, tmp_pat
         for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
             check_integrity(folder)
     GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 45}).fit()
+
+
+# --- programs and scripts
+
+
+def test_the_tutorials_dataflow_is_the_same_under_both_runtimes(inputs, tmp_path, monkeypatch):
+    import importlib.util
+
+    from verl.config import config_from_dict
+
+    spec = importlib.util.spec_from_file_location("rejection_sampling", ROOT / "examples/dataflow/rejection_sampling.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "rejection_sampling", module)
+    monkeypatch.syspath_prepend(ROOT / "examples/dataflow")  # where the workers find it
+    spec.loader.exec_module(module)
+    body = (ROOT / "examples/dataflow/rejection_sampling.py").read_text().split("def deal")[1].split("if __name__")[0]
+    assert len([line for line in body.splitlines() if line.strip()]) < 40
+    losses = []
+    for ranks in (1, 2):
+        config = keys(inputs, tmp_path, training__total_steps=3, parallel__data_parallel_size=ranks, model__path=inputs["model"])
+        losses.append(module.train(config_from_dict(config, printer=[].append)))
+    assert len(losses[0]) > 0 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_guides_script_runs_under_ray(inputs, tmp_path):
+    """`bash examples/grpo_trainer/run_qwen3-0.6b.sh`, with a small model and two CPU processes."""
+    changes = keys(inputs, tmp_path / "run", model__path=inputs["model"], parallel__data_parallel_size=2, training__total_steps=2)
+    overrides = [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in changes.items()]
+    shown = subprocess.run(
+        ["bash", ROOT / "examples/grpo_trainer/run_qwen3-0.6b.sh", *overrides],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "[Step 2] Final Reward" in shown.stdout
+    assert len(history(tmp_path / "run")) == 2

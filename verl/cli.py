@@ -1,4 +1,4 @@
-"""`verl train|sft|eval|generate|convert|config|report`: a thin front to the entry points."""
+"""`verl train|sft|eval|generate|convert|export|config|doctor|report`: a thin front to the entry points."""
 
 from __future__ import annotations
 
@@ -52,9 +52,23 @@ def _report(argv: Sequence[str]) -> None:
     main(argv)
 
 
+def _doctor(argv: Sequence[str]) -> None:
+    from verl.observe.doctor import main
+
+    main(argv)
+
+
+def _export(argv: Sequence[str]) -> None:
+    from verl.checkpoint.export import main
+
+    main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "convert": (_convert, "GGUF to a Hugging Face model folder"),
     "config": (_config, "list the configuration keys, or resolve a configuration"),
+    "export": (_export, "a checkpoint's weights as a Hugging Face model folder"),
+    "doctor": (_doctor, "versions, devices, engines, and what is missing"),
     "report": (_report, "tables, plots and an HTML page of runs"),
 }
 

@@ -29,10 +29,10 @@ class MissingExtraError(UserError):
     """An optional dependency is not installed; the message holds the install line."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install {_requirement(extra)}")
+        super().__init__(f"{package} is not installed; run: {install_line(extra)}")
 
 
-def _requirement(extra: str) -> str:
-    """This very verl with `extra`: the source tree it runs from where there is one."""
+def install_line(extra: str) -> str:
+    """The command that adds `extra` to this very verl: from the source tree it runs from, where there is one."""
     root = Path(__file__).resolve().parent.parent
-    return f"-e '{root}[{extra}]'" if (root / "pyproject.toml").is_file() else f"'verl[{extra}]'"
+    return f"pip install -e '{root}[{extra}]'" if (root / "pyproject.toml").is_file() else f"pip install 'verl[{extra}]'"

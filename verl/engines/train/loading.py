@@ -71,6 +71,12 @@ def check_model_folder(path: str) -> None:
         raise UserError(f"model.path={path}: the folder has no weights (*.safetensors); save the model again or copy them there")
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that the config.json of a model folder names; float32 where it names none."""
+    config = json.loads((folder / "config.json").read_text())
+    return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+
+
 def context_length(path: str) -> int | None:
     """Positions that the model at the local folder `path` was made for, rope scaling included; None where it does not say
     or `path` is a hub id."""
