@@ -80,8 +80,16 @@ class Echo(Worker):
         return 1
 
 
-def group(n, layout=None):
-    return LocalRuntime().spawn(ResourcePool(num_workers=n), {"echo": WorkerSpec(Echo, layout=layout)})["echo"]
+class Paired(Echo):
+    """Two ranks a replica."""
+
+    @classmethod
+    def layout(cls, world_size):
+        return WorkerLayout(data_ranks=tuple(rank // 2 for rank in range(world_size)))
+
+
+def group(n, worker_class=Echo):
+    return LocalRuntime().spawn(ResourcePool(num_workers=n), {"echo": WorkerSpec(worker_class)})["echo"]
 
 
 def batch(lengths=(5, 1, 3, 2, 8)):
@@ -121,9 +129,9 @@ def test_sequences_are_split_in_runs():
     assert pending.result() == ["A", "B", "C"]
 
 
-def test_ranks_of_one_replica_get_the_same_data_and_the_first_answers():
-    g = group(4, WorkerLayout(data_ranks=(0, 0, 1, 1)))
-    assert g.shout(["a", "b"]) == ["a@0", "b@2"]
+def test_ranks_of_one_replica_get_the_same_data_and_the_last_answers():
+    g = group(4, Paired)
+    assert g.shout(["a", "b"]) == ["a@1", "b@3"]
     assert g.count(batch(), 1.0)["tokens"].value == 19
 
 

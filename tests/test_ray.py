@@ -228,10 +228,23 @@ def local_runs(inputs, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("ranks", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2)])
-def test_grpo_is_the_same_on_any_number_of_ranks(ranks, fsdp_size, inputs, local_runs, tmp_path):
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"data_parallel_size": 2},
+        {"data_parallel_size": 4},
+        {"data_parallel_size": 4, "fsdp_size": 2},
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"sequence_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    ],
+    ids=lambda parallel: " ".join(f"{name.split('_')[0]} {size}" for name, size in parallel.items()) or "one",
+)
+def test_grpo_is_the_same_on_any_ranks(parallel, inputs, local_runs, tmp_path):
     config = keys(inputs, tmp_path, algorithm__kl_loss_coef=0.01, training__runtime="ray", training__total_steps=5)
-    config |= {"parallel.data_parallel_size": ranks, "parallel.fsdp_size": fsdp_size}
+    config |= {f"parallel.{name}": size for name, size in parallel.items()}
     GRPOTrainer(inputs["model"], config=config).fit()
     assert_alike(tmp_path, local_runs / "grpo", 1e-4)
     saved = read_tensors(tmp_path / "checkpoints" / "last" / "actor")
@@ -242,8 +255,9 @@ def test_grpo_is_the_same_on_any_number_of_ranks(ranks, fsdp_size, inputs, local
             assert torch.allclose(saved[name], tensor, atol=2e-4), name
 
 
-def test_ppo_is_the_same_on_two_ranks(inputs, local_runs, tmp_path):
-    config = keys(inputs, tmp_path, rollout__n=2, training__total_steps=3, parallel__data_parallel_size=2)
+@pytest.mark.parametrize("kind", ["data", "tensor_model"])
+def test_ppo_is_the_same_on_two_ranks(kind, inputs, local_runs, tmp_path):
+    config = keys(inputs, tmp_path, rollout__n=2, training__total_steps=3) | {f"parallel.{kind}_parallel_size": 2}
     PPOTrainer(inputs["model"], config=config).fit()
     assert_alike(tmp_path, local_runs / "ppo", 1e-4)
 

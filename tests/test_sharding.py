@@ -1,17 +1,20 @@
 """A model in slices: the same losses, gradients and weights as whole, sizes that do not divide, weights put together again."""
 
+import functools
 import os
 
 import pytest
 import torch
 from models import save_tiny_model
 
-from verl.algorithms.losses import SFTLoss
+from verl.algorithms.losses import SFTLoss, ValueLoss
 from verl.config.schema import ModelConfig, OptimizerConfig
 from verl.controller import ResourcePool, Worker, WorkerSpec, all_ranks, data_parallel, one_to_all, register
 from verl.data.batch import TokenBatch
-from verl.engines.hybrid import fingerprint, whole_weights
+from verl.engines.hybrid import fingerprint
 from verl.engines.train.fsdp import FSDPEngine
+from verl.engines.train.mesh import Parallelism
+from verl.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -20,15 +23,18 @@ ODD = {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "num_atten
 
 
 class EngineWorker(Worker):
-    def __init__(self, context, *, folder, head="lm", fsdp_size=None):
-        super().__init__(context)
+    """Holds one engine after the other: a process takes seconds to start."""
+
+    @register(dispatch=all_ranks)
+    def build(self, folder, parallelism=None, head="lm", checkpointing=False, lr=1e-2):
         self.engine = FSDPEngine(
             ModelConfig(path=folder),
             head=head,
-            optimizer=OptimizerConfig(lr=1e-2),
+            optimizer=OptimizerConfig(lr=lr),
             max_tokens_per_micro_batch=24,
             device="cpu",
-            fsdp_size=fsdp_size,
+            parallelism=parallelism,
+            gradient_checkpointing=checkpointing,
         )
 
     @register(dispatch=data_parallel)
@@ -39,10 +45,21 @@ class EngineWorker(Worker):
     def logprobs(self, batch):
         return self.engine.compute(batch).logprobs
 
+    @register(dispatch=data_parallel)
+    def outputs(self, batch):
+        return self.engine.compute(batch, entropy=self.engine.head == "lm", all_tokens=True)
+
     @register(dispatch=one_to_all)
     def weights(self, bucket_bytes):
-        whole = whole_weights(self.engine.named_weights(), torch.float32, bucket_bytes)
-        return {name: tensor.numpy().copy() for name, tensor in whole}
+        return {n: t.numpy().copy() for n, t in self.engine.whole_weights(torch.float32, bucket_bytes)}
+
+    @register(dispatch=all_ranks)
+    def save(self, folder):
+        self.engine.save(folder)
+
+    @register(dispatch=all_ranks)
+    def load(self, folder):
+        self.engine.load(folder)
 
     @register(dispatch=all_ranks)
     def export(self, folder):
@@ -57,24 +74,58 @@ def batch(lengths):
 
 
 @pytest.fixture(scope="module")
-def runtime():
+def groups():
+    """Number of ranks -> a group of that many, each started once."""
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=9, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     from verl.controller.ray import RayRuntime
 
-    yield RayRuntime(timeout_s=60)
+    with RayRuntime(timeout_s=60) as runtime:
+        made = functools.cache(lambda ranks: runtime.spawn(ResourcePool(num_workers=ranks), {"e": WorkerSpec(EngineWorker)})["e"])
+        yield made
     ray.shutdown()
 
 
-@pytest.mark.parametrize(("ranks", "fsdp_size", "family"), [(3, None, "qwen3"), (4, 2, "gemma2"), (2, None, "llama")])
-def test_slices_train_like_the_whole(ranks, fsdp_size, family, runtime, tmp_path):
-    folder = str(save_tiny_model(tmp_path / "model", family, tokenizer=True, **ODD))
-    whole = EngineWorker.__new__(EngineWorker)
-    whole.engine = FSDPEngine(
-        ModelConfig(path=folder), optimizer=OptimizerConfig(lr=1e-2), max_tokens_per_micro_batch=24, device="cpu"
-    )
-    spec = WorkerSpec(EngineWorker, {"folder": folder, "fsdp_size": fsdp_size})
-    group = runtime.spawn(ResourcePool(num_workers=ranks), {"e": spec})["e"]
+WAYS = {
+    "slices of 3": (3, Parallelism(), "qwen3", ODD),
+    "hsdp": (4, Parallelism(fsdp_size=2), "gemma2", ODD),
+    "slices of 2": (2, Parallelism(), "llama", ODD),
+    "tensor 2": (2, Parallelism(tensor=2), "qwen3", {}),
+    "tensor 2, biases": (2, Parallelism(tensor=2), "llama", {"attention_bias": True, "mlp_bias": True}),
+    "tensor 2, slices": (4, Parallelism(tensor=2), "gemma3", {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101}),
+    "stages 2": (2, Parallelism(pipeline=2), "qwen3", {"num_hidden_layers": 3}),
+    "stages 3": (3, Parallelism(pipeline=3), "gemma2", {"num_hidden_layers": 4}),
+    "stages 2, slices": (4, Parallelism(pipeline=2), "qwen2", {"hidden_size": 40, "vocab_size": 101}),
+    "sequence 2": (2, Parallelism(sequence=2), "smollm3", {}),
+    "sequence 4, few heads": (4, Parallelism(sequence=4), "gemma2", {}),
+    "sequence 2, tensor 2": (4, Parallelism(sequence=2, tensor=2), "qwen3", {}),
+    "stages 2, tensor 2": (4, Parallelism(pipeline=2, tensor=2), "gemma", {}),
+    "stages 2, sequence 2": (4, Parallelism(pipeline=2, sequence=2), "mistral", {}),
+}
+"""Ranks, how they share the model, its family and sizes."""
+
+
+def built(groups, ranks, folder, parallelism, **options):
+    """A group of ranks that share an engine."""
+    group = groups(ranks)
+    group.layout = parallelism.layout(ranks)
+    group.build(folder, parallelism, **options)
+    return group
+
+
+def engines(groups, folder, way, **options):
+    """The engine in one piece, and a group of ranks that share it."""
+    ranks, parallelism, _, _ = WAYS[way]
+    whole = EngineWorker(None)
+    EngineWorker.build(whole, folder, **options)
+    return whole, built(groups, ranks, folder, parallelism, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_train_like_the_whole(way, groups, tmp_path):
+    _, _, family, sizes = WAYS[way]
+    folder = str(save_tiny_model(tmp_path / "model", family, tokenizer=True, **sizes))
+    whole, group = engines(groups, folder, way)
     loss = SFTLoss()
     # Many micro-batches on some ranks and few on others; fewer sequences than ranks; nothing to train on.
     for lengths in ([20, 5, 5, 17, 9, 3, 22, 8], [7], [2, 2]):
@@ -85,26 +136,93 @@ def test_slices_train_like_the_whole(ranks, fsdp_size, family, runtime, tmp_path
         assert theirs["grad_norm"].value == pytest.approx(mine["grad_norm"].value, rel=1e-4)
     given = batch([9, 4, 12])
     assert torch.allclose(group.logprobs(given), EngineWorker.logprobs(whole, given), atol=2e-4)
+    mine, theirs = EngineWorker.outputs(whole, given), group.outputs(given)
+    assert torch.allclose(theirs.logprobs, mine.logprobs, atol=2e-4)
+    assert torch.allclose(theirs.entropy, mine.entropy, atol=2e-4)
     expected = {name: tensor for name, tensor in whole.engine.named_weights()}
     for bucket_bytes in (1, 4000, 2**30):
         for weights in group.weights(bucket_bytes):  # every rank has all of them, whole
             assert weights.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.allclose(torch.from_numpy(weights[name]), tensor, atol=2e-4), name
-    runtime.shutdown()
 
 
-def test_gathered_and_exported_weights_are_exact(runtime, tmp_path):
+@pytest.mark.parametrize("way", ["hsdp", "tensor 2, slices", "stages 2, tensor 2", "sequence 2, tensor 2"])
+def test_gathered_and_exported_weights_are_exact(way, groups, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    folder = str(save_tiny_model(tmp_path / "model", "qwen3", tokenizer=True, **ODD))
-    group = runtime.spawn(ResourcePool(num_workers=4), {"e": WorkerSpec(EngineWorker, {"folder": folder})})["e"]
+    _, _, family, sizes = WAYS[way]
+    folder = str(save_tiny_model(tmp_path / "model", family, tokenizer=True, **sizes))
+    _, group = engines(groups, folder, way)
     group.export(tmp_path / "out")
     source, exported = (dict(AutoModelForCausalLM.from_pretrained(f).named_parameters()) for f in (folder, tmp_path / "out"))
     gathered = group.weights(5000)[0]
     for name, tensor in source.items():
         assert torch.equal(tensor, exported[name]) and torch.equal(tensor, torch.from_numpy(gathered[name])), name
-    runtime.shutdown()
+
+
+def test_a_checkpoint_goes_from_any_layout_to_any_other(groups, tmp_path):
+    folder = str(save_tiny_model(tmp_path / "model", "qwen3", tokenizer=True, num_hidden_layers=3, intermediate_size=50))
+    loss, given = SFTLoss(), batch([20, 5, 5, 17, 9])
+    before, after = None, None
+    for ranks, parallelism in (
+        (4, Parallelism()),
+        (4, Parallelism(tensor=2)),
+        (2, Parallelism(tensor=2)),
+        (4, Parallelism(pipeline=2, tensor=2)),
+        (3, Parallelism(pipeline=3)),
+        (2, Parallelism(sequence=2)),
+        (4, Parallelism(tensor=2, fsdp_size=1)),
+    ):
+        group = built(groups, ranks, folder, parallelism)
+        if before is None:
+            group.update(given, loss, loss.count(given))  # so that there are moments
+            group.save(tmp_path / "saved")
+            before = group.weights(1000)[0]
+            group.update(given, loss, loss.count(given))
+            after = group.weights(1000)[0]
+        else:
+            group.load(tmp_path / "saved")
+            for name, weights in group.weights(1000)[0].items():
+                assert (weights == before[name]).all(), (parallelism, name)
+            group.save(tmp_path / "saved")  # the next layout reads what this one wrote
+            group.update(given, loss, loss.count(given))
+            for name, weights in group.weights(1000)[0].items():
+                assert weights == pytest.approx(after[name], abs=3e-4), (parallelism, name)
+
+
+@pytest.mark.parametrize("way", ["tensor 2", "stages 2", "sequence 2", "slices of 3"])
+def test_a_critic_with_checkpointing_trains_alike_in_parts(way, groups, tmp_path):
+    _, _, family, sizes = WAYS[way]
+    folder = str(save_tiny_model(tmp_path / "model", family, tokenizer=True, **sizes))
+    whole, group = engines(groups, folder, way, head="value", checkpointing=True, lr=1e-3)
+    given = batch([20, 5, 5, 17, 9])
+    given = given.with_columns(returns=torch.linspace(-1, 1, given.num_tokens), values=torch.zeros(given.num_tokens))
+    loss = ValueLoss(value_clip=None)
+    # The third update would tell: until the first has moved the head, the body has no gradient, and Adam makes steps of
+    # full size of the rounding errors of small ones.
+    for _ in range(2):
+        mine = EngineWorker.update(whole, given, loss, loss.count(given))
+        theirs = group.update(given, loss, loss.count(given))
+        assert theirs["critic/vf_loss"].value == pytest.approx(mine["critic/vf_loss"].value, rel=1e-5)
+        assert theirs["grad_norm"].value == pytest.approx(mine["grad_norm"].value, rel=1e-4)
+    assert torch.allclose(group.outputs(given).values, EngineWorker.outputs(whole, given).values, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "ranks", "named"),
+    [
+        (Parallelism(tensor=3), 3, "tensor_model_parallel_size=3 does not divide the model's num_attention_heads=4"),
+        (Parallelism(pipeline=3), 3, "pipeline_model_parallel_size=3: the model has only 2 layers"),
+        (Parallelism(sequence=3), 3, "sequence_parallel_size=3 does not fit 4 query and 2 key-value heads"),
+        (Parallelism(fsdp_size=2), 3, "fsdp_size=2 does not divide the 3 ranks; use one of 1, 3"),
+        (Parallelism(tensor=2), 3, "tensor 2 x pipeline 1 x sequence 1 = 2 ranks a replica do not divide 3 ranks"),
+    ],
+)
+def test_a_model_that_cannot_be_split_so_is_refused(parallelism, ranks, named, groups, tmp_path):
+    folder = str(save_tiny_model(tmp_path / "model", "qwen3", tokenizer=True))
+    with pytest.raises(ConfigError, match=named):
+        built(groups, ranks, folder, parallelism)
 
 
 def test_fingerprints_tell_tensors_apart():

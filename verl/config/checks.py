@@ -115,6 +115,7 @@ _RANGES: dict[str, _Range] = {
     "training.worker_timeout_s": _POSITIVE,
     "parallel.tensor_model_parallel_size": _COUNT,
     "parallel.pipeline_model_parallel_size": _COUNT,
+    "parallel.sequence_parallel_size": _COUNT,
     "parallel.data_parallel_size": _COUNT,
     "parallel.fsdp_size": _COUNT,
     "parallel.nnodes": _COUNT,
@@ -255,8 +256,13 @@ def _check_training(config: Config) -> None:
 def processes_asked_for(config: Config) -> int:
     """By the section `parallel` alone, whatever devices there are."""
     parallel = config.parallel
-    product = (parallel.data_parallel_size or 1) * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    return max(product, parallel.nnodes * (parallel.n_gpus_per_node or 1))
+    return max((parallel.data_parallel_size or 1) * replica_size(config), parallel.nnodes * (parallel.n_gpus_per_node or 1))
+
+
+def replica_size(config: Config) -> int:
+    """Ranks that one copy of a model is spread over, slices aside."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.sequence_parallel_size
 
 
 def _warnings(config: Config, purpose: Purpose) -> Iterator[str]:

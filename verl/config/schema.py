@@ -275,9 +275,11 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_model_parallel_size: int = 1
-    """Devices that share each layer."""
+    """Devices that share each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Devices that the layers are spread over."""
+    sequence_parallel_size: int = 1
+    """Devices that share each row of tokens, and exchange them for attention heads (Ulysses): for long sequences."""
     data_parallel_size: int | None = None
     """Ranks that share a batch, each with a slice of the model (FSDP). None: what the devices leave; one on CPUs."""
     fsdp_size: int | None = None

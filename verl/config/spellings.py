@@ -293,6 +293,7 @@ _NO_GRADIENTS = (
 )
 _FUSED = "log-probs are always fused with the output projection"
 _ENGINE = "the engine sees to it"
+_SEQUENCE = "parallel.sequence_parallel_size"
 _OFFLOAD_PARAM = "memory_optimization.param_offload"
 _OFFLOAD_OPTIMIZER = "memory_optimization.optimizer_offload"
 _CHECKPOINTING = "memory_optimization.gradient_checkpointing"
@@ -395,7 +396,10 @@ UPSTREAM_SPELLINGS: dict[str, Spelling] = {
     "actor_rollout_ref.actor.fsdp_config.model_dtype": always("fp32", "float32", why="master weights are float32"),
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": to("parallel.tensor_model_parallel_size"),
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": to("parallel.pipeline_model_parallel_size"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": to(_SEQUENCE),
     # reference
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": to(_SEQUENCE, weak=True),
+    "critic.ulysses_sequence_parallel_size": to(_SEQUENCE, weak=True),
     "actor_rollout_ref.ref.fsdp_config.param_offload": to(_OFFLOAD_PARAM, weak=True),
     **_log_prob_passes("actor_rollout_ref.ref"),
     # rollout

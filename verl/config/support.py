@@ -30,7 +30,8 @@ def _is_not(*names: Any) -> Callable[[Any], bool]:
     return lambda value: value not in names
 
 
-_ONE_DEVICE = "this version trains on one device: set it to 1"
+_ONE_RANK = "set it to 1; tensor, pipeline and sequence parallel sizes of the section parallel split the model"
+_WHOLE = "set it to 1: the native engine holds the model whole on each device"
 _NO_OFFLOAD = (
     "set it to false; smaller actor.max_tokens_per_micro_batch and memory_optimization.gradient_checkpointing save memory"
 )
@@ -51,8 +52,6 @@ NOT_YET: dict[str, NotYet] = {
     "training.max_policy_lag": NotYet(refuses=bool, instead="set it to 0: rollouts are synchronous"),
     "tools.names": NotYet(refuses=bool, instead="leave it empty"),
     "multi_turn.enable": NotYet(refuses=bool, instead=_NO_TURNS),
-    "parallel.tensor_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "parallel.pipeline_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     # keys of others for which there is no field
     "reward.steps_weight": NotYet(refuses=bool, instead="leave it out: use reward.type=custom for step-wise scores"),
     "reward.calculator": NotYet(refuses=bool, instead="set it to false"),
@@ -65,11 +64,9 @@ NOT_YET: dict[str, NotYet] = {
     "actor_rollout_ref.model.enable_activation_offload": NotYet(refuses=bool, instead=_NO_OFFLOAD),
     "actor_rollout_ref.actor.policy_loss.loss_mode": NotYet(refuses=_is_not("vanilla"), instead="use vanilla"),
     "actor_rollout_ref.actor.strategy": NotYet(refuses=_is_not("fsdp", "fsdp2"), instead=_NO_MEGATRON),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "actor_rollout_ref.actor.megatron.context_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": NotYet(refuses=_over_one, instead=_ONE_RANK),
+    "actor_rollout_ref.actor.megatron.context_parallel_size": NotYet(refuses=_over_one, instead=_ONE_RANK),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": NotYet(refuses=_over_one, instead=_WHOLE),
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": NotYet(refuses=bool, instead=_NO_TURNS),
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": NotYet(refuses=bool, instead=_NO_TURNS),
     "actor_rollout_ref.rollout.agent.agent_loop_config_path": NotYet(refuses=bool, instead=_NO_TURNS),
@@ -77,7 +74,6 @@ NOT_YET: dict[str, NotYet] = {
     "algorithm.use_pf_ppo": NotYet(refuses=bool, instead="set it to false"),
     "critic.strategy": NotYet(refuses=_is_not("fsdp", "fsdp2"), instead=_NO_MEGATRON),
     "critic.model.lora_rank": NotYet(refuses=bool, instead=_NO_LORA),
-    "critic.ulysses_sequence_parallel_size": NotYet(refuses=_over_one, instead=_ONE_DEVICE),
     "reward_model.enable": NotYet(refuses=bool, instead="use a reward function: reward.type=custom"),
     "reward_model.reward_manager": NotYet(refuses=_is_not("naive"), instead="use naive, or reward.type=custom"),
     "reward.reward_manager.name": NotYet(refuses=_is_not("naive"), instead="use naive, or reward.type=custom"),

@@ -20,7 +20,7 @@ from verl.observe.metrics import Last, Max, Mean, Min, Sum, merge_metrics
 @dataclass(frozen=True, kw_only=True)
 class WorkerLayout:
     """Which share of the data each rank works on: `data_ranks[rank]`. Ranks of one tensor- or pipeline-parallel
-    replica share a data rank: they receive the same data, and the first of them answers."""
+    replica share a data rank: they receive the same data, and the last of them answers, which is on the last stage."""
 
     data_ranks: tuple[int, ...]
 
@@ -38,8 +38,9 @@ class WorkerLayout:
 
     @property
     def answering_ranks(self) -> list[int]:
-        """The first rank of each data rank, in data-rank order."""
-        return [self.data_ranks.index(d) for d in range(self.data_size)]
+        """The last rank of each data rank, in data-rank order."""
+        last = {data_rank: rank for rank, data_rank in enumerate(self.data_ranks)}
+        return [last[d] for d in range(self.data_size)]
 
 
 @dataclass(frozen=True)

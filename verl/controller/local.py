@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.controller.dispatch import Call, WorkerLayout
+from verl.controller.dispatch import Call
 from verl.controller.runtime import ResourcePool, WorkerSpec
 from verl.controller.worker import Worker, WorkerContext, WorkerGroup
 
@@ -40,8 +40,7 @@ class LocalRuntime:
                 worker = spec.worker_class(context, **spec.kwargs)
                 peers[rank][role] = worker
                 workers.append(worker)
-            layout = spec.layout or WorkerLayout.data_parallel(pool.num_workers)
-            groups[role] = WorkerGroup(spec.worker_class, layout, _InProcess(workers))
+            groups[role] = WorkerGroup(spec.worker_class, spec.layout(pool.num_workers), _InProcess(workers))
         return groups
 
     def shutdown(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from verl.controller.dispatch import Call, WorkerLayout
+from verl.controller.dispatch import Call
 from verl.controller.runtime import ResourcePool, WorkerSpec
 from verl.controller.worker import Worker, WorkerContext, WorkerGroup
 from verl.errors import UserError, WorkerError, WorkerLost
@@ -63,8 +63,9 @@ class RayRuntime:
             for role, spec in roles.items():
                 call = Call((role, spec.worker_class, dict(spec.kwargs)))
                 started.run(role, "create", "__init__", dict.fromkeys(range(pool.num_workers), call), self.timeout_s).result()
-                layout = spec.layout or WorkerLayout.data_parallel(pool.num_workers)
-                groups[role] = WorkerGroup(spec.worker_class, layout, _Executor(started, role, self.timeout_s))
+                groups[role] = WorkerGroup(
+                    spec.worker_class, spec.layout(pool.num_workers), _Executor(started, role, self.timeout_s)
+                )
         except BaseException:
             self.shutdown()
             raise

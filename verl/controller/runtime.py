@@ -25,12 +25,14 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A worker class, the keyword arguments of its constructor, and how its ranks share the data."""
+    """A worker class and the keyword arguments of its constructor."""
 
     worker_class: type[Worker]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    layout: WorkerLayout | None = None
-    """None: every rank has a share of its own."""
+
+    def layout(self, world_size: int) -> WorkerLayout:
+        """How the ranks share the data."""
+        return self.worker_class.layout(world_size, **self.kwargs)
 
 
 class Runtime(Protocol):

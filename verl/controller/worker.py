@@ -55,6 +55,11 @@ class Worker:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
+    @classmethod
+    def layout(cls, world_size: int, **kwargs: Any) -> WorkerLayout:
+        """How `world_size` workers made with `kwargs` share the data; by default each has a share of its own."""
+        return WorkerLayout.data_parallel(world_size)
+
 
 class Pending(Protocol):
     """The result of a non-blocking call."""

@@ -9,24 +9,16 @@ Every sync ends with a comparison of both sides' fingerprints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from verl.engines.rollout.base import RolloutEngine
 from verl.engines.train.base import TrainEngine
 
-BUCKET_BYTES = 256 * 2**20
-"""Gathered weights of one bucket; a larger tensor is a bucket of its own."""
 
-
-def sync_weights(
-    source: TrainEngine, target: RolloutEngine, *, version: int, shared: bool, bucket_bytes: int = BUCKET_BYTES
-) -> None:
+def sync_weights(source: TrainEngine, target: RolloutEngine, *, version: int, shared: bool) -> None:
     """Bring `target` to the weights of `source`. `shared`: both use the same parameter tensors.
 
     A collective operation where the source is sliced: every rank calls it, each with the target beside it.
@@ -40,7 +32,7 @@ def sync_weights(
     sent: dict[str, Tensor] = {}
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in whole_weights(source.named_weights(), target.weight_dtype, bucket_bytes):
+        for name, tensor in source.whole_weights(target.weight_dtype):
             sent[name] = fingerprint(tensor)
             yield name, tensor
 
@@ -68,87 +60,3 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 _PERIOD = 2**22
 """Elements widened to int64 at a time."""
-
-
-def whole_weights(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """`weights` whole and in `dtype`, in order; collective where they are sliced. A tensor is valid until the one after
-    its bucket is asked for."""
-    running: _Bucket | None = None
-    for bucket in _buckets(weights, dtype, bucket_bytes):
-        following = _Bucket.start(bucket, dtype)
-        if running is not None:
-            yield from running.finish()
-        running = following
-    if running is not None:
-        yield from running.finish()
-
-
-def _buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Runs of tensors that are gathered alike and together take up to `bucket_bytes`."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        bytes_ = tensor.numel() * dtype.itemsize
-        if bucket and (size + bytes_ > bucket_bytes or _layout(tensor) != _layout(bucket[0][1])):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += bytes_
-    if bucket:
-        yield bucket
-
-
-def _layout(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-@dataclass
-class _Bucket:
-    """Tensors on their way: `gathered` [ranks, n] will hold each rank's padded slices, one after the other."""
-
-    tensors: list[tuple[str, Tensor]]
-    dtype: torch.dtype
-    gathered: Tensor | None = None
-    work: dist.Work | None = None
-
-    @staticmethod
-    def start(tensors: list[tuple[str, Tensor]], dtype: torch.dtype) -> _Bucket:
-        first = tensors[0][1]
-        if not isinstance(first, DTensor) or not _is_row_sliced(first):
-            return _Bucket(tensors, dtype)
-        group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
-        ranks = dist.get_world_size(group)
-        mine = torch.cat([_padded_slice(t, ranks, dtype) for _, t in tensors])
-        gathered = torch.empty(ranks, mine.numel(), dtype=dtype, device=mine.device)
-        work = dist.all_gather_into_tensor(gathered.view(-1), mine, group=group, async_op=True)
-        return _Bucket(tensors, dtype, gathered, work)
-
-    def finish(self) -> Iterator[tuple[str, Tensor]]:
-        if self.gathered is None:
-            for name, tensor in self.tensors:
-                tensor = tensor.detach().to(self.dtype)
-                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            return
-        assert self.work is not None
-        self.work.wait()
-        ranks, offset = self.gathered.shape[0], 0
-        for name, tensor in self.tensors:
-            rows = -(-tensor.shape[0] // ranks)
-            size = rows * tensor.shape[1:].numel()
-            part = self.gathered[:, offset : offset + size].reshape(ranks * rows, *tensor.shape[1:])
-            yield name, part[: tensor.shape[0]]
-            offset += size
-
-
-def _is_row_sliced(tensor: DTensor) -> bool:
-    *outer, last = tensor.placements
-    return last == Shard(0) and all(placement.is_replicate() for placement in outer)
-
-
-def _padded_slice(tensor: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """This rank's rows in `dtype`, flat, with as many behind them as make all ranks alike."""
-    rows = -(-tensor.shape[0] // ranks)
-    part = tensor.to_local().detach().to(dtype)  # type: ignore[attr-defined]
-    flat = part.new_zeros(rows * tensor.shape[1:].numel())
-    flat[: part.numel()] = part.reshape(-1)
-    return flat

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl.algorithms.spec import Algorithm
-from verl.config.checks import processes_asked_for
+from verl.config.checks import processes_asked_for, replica_size
 from verl.config.schema import Config
 from verl.controller import LocalRuntime, ResourcePool, Runtime, WorkerGroup, WorkerSpec
 from verl.engines.train.loading import resolve_device
@@ -63,26 +63,23 @@ def count_ranks(config: Config) -> int:
     parallel = config.parallel
     if not _uses_ray(config):
         return 1
-    tensor, pipeline, data = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
-    )
+    data, replica = parallel.data_parallel_size, replica_size(config)
     if resolve_device(config.training.device).type == "cpu":
         if parallel.n_gpus_per_node is not None:
             raise ConfigError(
                 f"parallel.n_gpus_per_node={parallel.n_gpus_per_node}, but this runs on CPUs: there "
                 "parallel.data_parallel_size gives the number of processes"
             )
-        return (data or 1) * tensor * pipeline
+        return (data or 1) * replica
     devices = parallel.nnodes * (parallel.n_gpus_per_node or _gpus_here())
-    if data is None and devices % (tensor * pipeline) == 0:
+    if data is None and devices % replica == 0:
         return devices
-    if data is None or data * tensor * pipeline != devices:
-        product = f"{data if data is not None else 'data'} x {tensor} x {pipeline}"
+    if data is None or data * replica != devices:
+        product = f"{data if data is not None else 'data'} x {replica}"
         raise ConfigError(
-            f"parallel: data_parallel_size x tensor_model_parallel_size x pipeline_model_parallel_size = {product} does not "
-            f"give nnodes x n_gpus_per_node = {parallel.nnodes} x {devices // parallel.nnodes} = {devices} devices"
+            f"parallel: data_parallel_size x (tensor_model_parallel_size x pipeline_model_parallel_size x "
+            f"sequence_parallel_size) = {product} does not give nnodes x n_gpus_per_node = "
+            f"{parallel.nnodes} x {devices // parallel.nnodes} = {devices} devices"
         )
     return devices
 

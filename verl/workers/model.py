@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from verl.config.schema import Config, ModelConfig, OptimizerConfig
-from verl.controller import Worker, WorkerContext, all_ranks, data_parallel, register
+from verl.controller import Worker, WorkerContext, WorkerLayout, all_ranks, data_parallel, register
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import Loss
 from verl.engines.train.fsdp import FSDPEngine
+from verl.engines.train.mesh import Parallelism
 from verl.observe.metrics import Metrics
 
 
-class TrainableWorker(Worker):
-    """What actor and critic share: update, save, load, export."""
+class ModelWorker(Worker):
+    """A worker with a training engine, over ranks as the section `parallel` says."""
 
     engine: FSDPEngine
+
+    @classmethod
+    def layout(cls, world_size: int, *, config: Config, **kwargs: Any) -> WorkerLayout:
+        return parallelism(config).layout(world_size)
+
+
+class TrainableWorker(ModelWorker):
+    """What actor and critic share: update, save, load, export."""
 
     @register(dispatch=data_parallel)
     def update(self, batch: TokenBatch, loss: Loss, count: float) -> Metrics:
@@ -60,7 +69,7 @@ class ActorWorker(TrainableWorker):
         return _logprobs(self.engine, batch)
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(ModelWorker):
     """The policy as it was before training, frozen: what the KL terms compare with."""
 
     def __init__(self, context: WorkerContext, *, config: Config) -> None:
@@ -109,9 +118,20 @@ def _engine(
         gradient_checkpointing=config.memory_optimization.gradient_checkpointing
         or config.memory_optimization.activation_checkpointing,
         device=context.device,
-        fsdp_size=config.parallel.fsdp_size,
+        parallelism=parallelism(config),
         param_offload=config.memory_optimization.param_offload,
         optimizer_offload=config.memory_optimization.optimizer_offload,
+    )
+
+
+def parallelism(config: Config) -> Parallelism:
+    """How the ranks of a run share each of its models."""
+    parallel = config.parallel
+    return Parallelism(
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        sequence=parallel.sequence_parallel_size,
+        fsdp_size=parallel.fsdp_size,
     )
 
 

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from verl.engines.train.packing import Gather, Packing
+from verl.engines.train.token_shares import Peers, TokenShares, heads_to_tokens, tokens_to_heads
 
 ATTENTION_NAME = "verl_packed"
 
@@ -160,6 +162,7 @@ def _attention_forward(
     *,
     scaling: float,
     packing: Packing | None = None,
+    sequence: Peers | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs,
@@ -178,7 +181,17 @@ def _attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # A float32 residual stream has float32 rotary tables: queries and keys come out wider than values.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return packed_attention(q, k, v, packing, scale=scaling, window=sliding_window, softcap=softcap)[None], None
+    if sequence is None:
+        return packed_attention(q, k, v, packing, scale=scaling, window=sliding_window, softcap=softcap)[None], None
+    q, k, v = (tokens_to_heads(x, sequence) for x in (q, *_enough_heads(k, v, sequence.size)))
+    out = packed_attention(q, k, v, packing, scale=scaling, window=sliding_window, softcap=softcap)
+    return heads_to_tokens(out, sequence)[None], None
+
+
+def _enough_heads(k: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Key-value heads repeated until each rank can have some."""
+    repeats = ranks // math.gcd(ranks, k.shape[1])
+    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
 
 
 @functools.cache
@@ -192,15 +205,21 @@ def register() -> str:
     return ATTENTION_NAME
 
 
-def packed_inputs(input_ids: Tensor, packing: Packing) -> dict:
-    """Keyword arguments for a Hugging Face body's packed forward pass over `input_ids` [T].
+def packed_inputs(input_ids: Tensor, packing: Packing, shares: TokenShares | None = None) -> dict:
+    """Keyword arguments for a Hugging Face body's packed forward pass over `input_ids` [R]; with `shares`, over the rank's
+    own of these tokens.
 
     The 4-D attention mask stands for "already prepared": it makes transformers build none of its own, and
     packed attention ignores it.
     """
-    return {
+    positions, extra = packing.position_ids, {}
+    if shares is not None:
+        count = input_ids.shape[0]
+        input_ids, positions = input_ids[shares.mine(count)], positions[:, shares.in_attention(count)]
+        extra = {"sequence": shares.sequence}
+    return extra | {
         "input_ids": input_ids[None],
-        "position_ids": packing.position_ids,
+        "position_ids": positions,
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
         "packing": packing,
         "use_cache": False,

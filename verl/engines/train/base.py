@@ -73,8 +73,9 @@ class TrainEngine(Protocol):
         """Clip, guard against non-finite gradients, step, advance the schedule, zero the gradients."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under their Hugging Face names, in the compute dtype."""
+    def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All weights, whole and in `dtype`, under their Hugging Face names; a tensor is valid until the next is asked for.
+        A collective operation where the model is on several ranks: each gets all of them."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -9,20 +9,23 @@ Shapes: T tokens of a (micro-)batch laid end to end, R tokens of its row, N scor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.checkpoint.tensors import load_tensors, save_tensors, saved_shapes
 from verl.config.schema import ModelConfig, OptimizerConfig
 from verl.data.batch import TokenBatch
-from verl.engines.train import sharding as sharding_
 from verl.engines.train.base import Loss, ModelOutputs
+from verl.engines.train.gathering import BUCKET_BYTES
 from verl.engines.train.loading import (
     ValueModel,
     export_model,
@@ -32,10 +35,15 @@ from verl.engines.train.loading import (
     resolve_dtype,
 )
 from verl.engines.train.memory import keep_freed_memory
+from verl.engines.train.mesh import Parallelism, model_mesh
 from verl.engines.train.offload import HostParking, ModuleParking
 from verl.engines.train.optimizer import MasterAdamW
 from verl.engines.train.packing import Packing, lay_out, micro_batches
+from verl.engines.train.pipeline import Pipeline
+from verl.engines.train.placement import Placement
 from verl.engines.train.scorer import Scorer
+from verl.engines.train.sharding import most_of
+from verl.engines.train.token_shares import Peers
 from verl.errors import UserError
 from verl.observe.metrics import Metrics, merge_metrics
 
@@ -63,15 +71,15 @@ class FSDPEngine:
         gradient_checkpointing: bool = False,
         device: str = "auto",
         sharding: Literal["auto", "always", "never"] = "auto",
-        fsdp_size: int | None = None,
+        parallelism: Parallelism | None = None,
         param_offload: bool = False,
         optimizer_offload: bool = False,
     ) -> None:
         """Load `model`. Without an `optimizer` the engine only computes (a reference model) and keeps no masters.
 
         `total_steps`: optimizer steps, for schedules that end. `temperature`: divides the logits, as in sampling.
-        `max_tokens_per_micro_batch`: memory bound of a pass, cannot change results. `sharding`: slice the model over the
-        ranks; auto does so where there are several. `fsdp_size`: ranks that hold one sliced copy; None: all.
+        `max_tokens_per_micro_batch`: memory bound of a pass, cannot change results. `sharding`: spread the model over the
+        ranks; auto does so where there are several. `parallelism`: in which ways; None: slices alone.
         `param_offload`, `optimizer_offload`: parameters, and what only the update needs, are in host memory except within
         `resident`. Raises UserError for a model or setting that cannot work.
         """
@@ -91,17 +99,25 @@ class FSDPEngine:
         self._body: nn.Module = self.module.body if isinstance(self.module, ValueModel) else self.module.base_model
         if optimizer is None:
             self.module.requires_grad_(False)
-        self._scorer = Scorer(self.module, self._body, self.compute_dtype, temperature)
+        self._placement: Placement | None = None
         if self.is_sharded:
-            mesh = sharding_.data_mesh(self.device.type, fsdp_size)
-            sharding_.shard(self._scorer, list(self._body.layers), mesh, self.compute_dtype)
-            self._slice_is_whole = mesh.size(mesh.ndim - 1) == 1
-            full = load(model, torch.device("cpu"), dtype) if dist.get_rank() == 0 else None
-            sharding_.materialise(self._scorer, self.module, full, self.device)
+            mesh = model_mesh(self.device.type, parallelism or Parallelism())
+            self._placement = Placement(self.module, self._body, mesh, self.compute_dtype, temperature)
+            self._placement.materialise(load(model, torch.device("cpu"), dtype) if dist.get_rank() == 0 else None, self.device)
+            self._scorer = self._placement.scorer
+            self._pipeline = Pipeline(mesh.stages, self.device)
+        else:
+            self._scorer = Scorer(self.module, self._body, self.compute_dtype, temperature)
+            self._pipeline = Pipeline(Peers.alone(), self.device)
         self.optimizer: MasterAdamW | None = None
         if optimizer is not None:
-            parameters = dict(self.module.named_parameters())
-            self.optimizer = MasterAdamW(parameters, optimizer, total_steps=total_steps, compute_dtype=self.compute_dtype)
+            self.optimizer = MasterAdamW(
+                dict(self.module.named_parameters()),
+                optimizer,
+                total_steps=total_steps,
+                compute_dtype=self.compute_dtype,
+                sums=self._placement,
+            )
         if gradient_checkpointing:
             # Renamed in transformers 5.24; both take the keyword arguments of torch.utils.checkpoint first.
             name = (
@@ -158,14 +174,17 @@ class FSDPEngine:
         """Log-probs (and entropies in nats) or values of `batch`'s tokens, [T] float32 on the CPU, without gradient."""
         names = ["values"] if self.head == "value" else ["logprobs", "entropy"] if entropy else ["logprobs"]
         parts: dict[str, list[tuple[list[int], Tensor]]] = {name: [] for name in names}
+        groups = self._micro_batches(batch, all_tokens)
+        row = self._rows(batch, groups, all_tokens)
         with torch.no_grad():
-            for indices in self._micro_batches(batch, all_tokens):
-                if indices is None:
-                    self._pass_of_no_weight(entropy)
-                    continue
-                outputs = self._forward(batch.select(indices), entropy, all_tokens)
+            passes = self._pipeline.forward(len(groups), row, lambda i, received: self._pass(row(i), entropy, received))
+            for indices, outputs in zip(groups, passes, strict=True):
+                if indices is None or isinstance(outputs, Tensor):
+                    continue  # no data, or another stage has the results
                 for name, pieces in parts.items():
                     pieces.append((indices, getattr(outputs, name).cpu()))
+        if self._placement is not None:
+            self._placement.let_go()
         return ModelOutputs(**{name: batch.scatter_tokens(pieces) for name, pieces in parts.items()})
 
     def forward_backward(self, batch: TokenBatch, loss: Loss, *, count: float | None = None, all_tokens: bool = False) -> Metrics:
@@ -174,21 +193,24 @@ class FSDPEngine:
         # A batch with nothing to train on has sum 0 as well, so any divisor gives its gradient: zero.
         divisor = (loss.count(batch) if count is None else count) or 1.0
         metrics: list[Metrics] = []
+        groups = self._micro_batches(batch, all_tokens)
+        row = self._rows(batch, groups, all_tokens)
+
+        def run(i: int, received: Tensor | None) -> Tensor:
+            outputs = self._pass(row(i), loss.needs_entropy, received)
+            if isinstance(outputs, Tensor):
+                return outputs
+            if groups[i] is None:
+                return sum(x.sum() for x in (outputs.logprobs, outputs.entropy, outputs.values) if x is not None) * 0.0
+            result = loss(row(i).batch.to(self.device), outputs)
+            metrics.append(result.metrics)
+            return result.total / divisor
+
         if self._gradient_checkpointing:
             # Transformers checkpoints in training mode alone; no other layer of these models depends on the mode.
             self.module.train()
         try:
-            groups = self._micro_batches(batch, all_tokens)
-            for number, indices in enumerate(groups):
-                self._will_reduce(is_last=number == len(groups) - 1)
-                if indices is None:
-                    self._pass_of_no_weight(loss.needs_entropy).backward()
-                    continue
-                micro_batch = batch.select(indices)
-                outputs = self._forward(micro_batch, loss.needs_entropy, all_tokens)
-                result = loss(micro_batch.to(self.device), outputs)
-                (result.total / divisor).backward()
-                metrics.append(result.metrics)
+            self._pipeline.train(len(groups), row, run, lambda i: self._will_reduce(is_last=i == len(groups) - 1))
         finally:
             if self._gradient_checkpointing:
                 self.module.eval()
@@ -200,20 +222,14 @@ class FSDPEngine:
         if len(batch):
             groups += micro_batches(batch, self.max_tokens_per_micro_batch, share_prompts=not all_tokens)
         if self.is_sharded:
-            groups += [None] * (sharding_.most_of(len(groups), self.device) - len(groups))
+            groups += [None] * (most_of(len(groups), self.device) - len(groups))
         return groups
 
     def _will_reduce(self, *, is_last: bool) -> None:
         """Whether the next backward pass hands its gradients to the slices. With slices smaller than the whole each pass
         does, since only that keeps memory small; where a rank holds the whole, once a batch is enough."""
-        if self.is_sharded and self._slice_is_whole:
+        if self._placement is not None and self._placement.slice_is_whole:
             self._scorer.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-
-    def _pass_of_no_weight(self, entropy: bool) -> Tensor:
-        """Zero, by way of every parameter: the part of a rank without data in what the others do together."""
-        batch = TokenBatch(torch.tensor([0, 2]), input_ids=torch.zeros(2), loss_mask=torch.tensor([False, True]))
-        outputs = self._forward(batch, entropy, False)
-        return sum(x.sum() for x in (outputs.logprobs, outputs.entropy, outputs.values) if x is not None) * 0.0
 
     def optimizer_step(self) -> Metrics:
         """Clip, guard, update, advance the schedule, drop the gradients. Metrics: grad_norm, lr, skipped_steps."""
@@ -221,9 +237,17 @@ class FSDPEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The module's own parameters (no copies) under Hugging Face names; tied weights come once. Slices of a sliced
-        model are DTensors: `verl.engines.hybrid` makes them whole."""
+        model are DTensors."""
         for name, parameter in self.module.named_parameters():
             yield name, parameter.data
+
+    def whole_weights(self, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """All weights, whole and in `dtype`, on every rank; a tensor is valid until the one after its bucket is asked for."""
+        if self._placement is not None:
+            yield from self._placement.whole_weights(dtype, bucket_bytes)
+            return
+        for name, tensor in self.named_weights():
+            yield name, tensor.to(dtype)
 
     def save(self, folder: Path) -> None:
         """Write master weights, Adam's moments and the schedule's position; `load` continues bit for bit.
@@ -240,19 +264,9 @@ class FSDPEngine:
         if not (folder / _STATE_FILE).is_file():
             raise UserError(f"{folder}: no {_STATE_FILE}; this is not a complete checkpoint of the training engine")
         state = json.loads((folder / _STATE_FILE).read_text())
-        masters = {_WEIGHTS + name: tensor for name, tensor in self._masters().items()}
         saved = saved_shapes(folder)
-        wrong = [
-            name
-            for name in sorted(masters.keys() | {name for name in saved if name.startswith(_WEIGHTS)})
-            if name not in saved or name not in masters or masters[name].shape != saved[name]
-        ]
-        if wrong:
-            raise UserError(
-                f"{folder}: {len(wrong)} weights do not fit the model at {self.model.path}, "
-                f"{wrong[0].removeprefix(_WEIGHTS)} first; use the run's model"
-            )
-        load_tensors(folder, masters)
+        self._check_fits(folder, {n.removeprefix(_WEIGHTS): shape for n, shape in saved.items() if n.startswith(_WEIGHTS)})
+        load_tensors(folder, {_WEIGHTS + name: tensor for name, tensor in self._masters().items()})
         if self.optimizer is not None:
             # A parameter that was never stepped has no moments.
             moments = {name: tensor for name, tensor in self.optimizer.empty_state().items() if name in saved}
@@ -261,14 +275,30 @@ class FSDPEngine:
             self.optimizer.num_steps = state["num_optimizer_steps"]
             self.optimizer.publish()
 
+    def _check_fits(self, folder: Path, saved: dict[str, torch.Size]) -> None:
+        if self._placement is not None:
+            wanted = self._placement.shapes
+        else:
+            wanted = {name: parameter.shape for name, parameter in self.module.named_parameters()}
+        wrong = [name for name in sorted(wanted.keys() | saved.keys()) if wanted.get(name) != saved.get(name)]
+        if wrong:
+            raise UserError(
+                f"{folder}: {len(wrong)} weights do not fit the model at {self.model.path}, {wrong[0]} first; use the run's model"
+            )
+
     def export(self, folder: Path) -> None:
         """A Hugging Face folder (weights in the compute dtype, config, tokenizer), and the value head if there is one."""
-        if not self.is_sharded:
+        if self._placement is None:
             export_model(self.module, self.model, folder)
             return
-        weights = sharding_.full_state(self.module, self.compute_dtype)
+        weights = {}
+        for name, tensor in self.whole_weights(self.compute_dtype):
+            if self._is_first():
+                weights[name] = tensor.to("cpu", copy=True)
         if self._is_first():
-            export_model(self.module, self.model, folder, weights)
+            # This rank's module may lack some layers; export wants a whole one, of which it reads no weights.
+            load = load_causal_lm if self.head == "lm" else load_value_model
+            export_model(load(self.model, torch.device("meta"), self.compute_dtype), self.model, folder, weights)
 
     def _is_first(self) -> bool:
         return not self.is_sharded or dist.get_rank() == 0
@@ -287,23 +317,64 @@ class FSDPEngine:
             raise RuntimeError("this engine was built without an optimizer: it can compute, not train")
         return self.optimizer
 
-    def _forward(self, batch: TokenBatch, entropy: bool, all_tokens: bool) -> ModelOutputs:
-        """One packed pass over a micro-batch, which is on the CPU; the outputs are on the device."""
+    def _rows(self, batch: TokenBatch, groups: list[list[int] | None], all_tokens: bool) -> Callable[[int], _Row]:
+        """Micro-batches laid out on the device, on demand; the few that a pipeline keeps alive are made once."""
+
+        @lru_cache(maxsize=1 + self._pipeline.stages)
+        def row(i: int) -> _Row:
+            indices = groups[i]
+            if indices is not None:
+                return self._lay_out(batch.select(indices), all_tokens)
+            return self._lay_out(_NO_WEIGHT, False)
+
+        return row
+
+    def _lay_out(self, batch: TokenBatch, all_tokens: bool) -> _Row:
         # Scoring prompt tokens takes a copy of the prompt for each sequence.
         layout = lay_out(batch, share_prompts=not all_tokens)
-        packing = Packing(layout.lengths, self.device, layout.contexts)
         has_prefix = batch.positions() > 0
         scored = (has_prefix if all_tokens else has_prefix & batch.loss_mask).nonzero()[:, 0]
         input_ids, rows = batch.input_ids, scored
         if layout.tokens is not None and layout.places is not None:
             input_ids, rows = input_ids[layout.tokens], layout.places[scored]
+        lengths, contexts = layout.lengths, layout.contexts
+        shares = self._scorer.shares
+        if shares is not None and (extra := shares.padding(input_ids.shape[0])):
+            # One more piece, which nothing sees and nobody scores.
+            input_ids = F.pad(input_ids, (0, extra))
+            lengths, contexts = [*lengths, extra], None if contexts is None else [*contexts, -1]
+        packing = Packing(lengths, self.device, contexts)
+        own = input_ids.shape[0] if shares is None else input_ids.shape[0] // shares.tokens.size
         input_ids, rows, scored = (x.to(self.device) for x in (input_ids, rows, scored))
-        first, entropies = self._scorer(input_ids, rows, packing, entropy)
-        zeros = torch.zeros(batch.num_tokens, device=self.device)
+        return _Row(batch, input_ids, rows, scored, packing, (own, self._body.config.hidden_size))
+
+    def _pass(self, row: _Row, entropy: bool, received: Tensor | None) -> ModelOutputs | Tensor:
+        """One packed pass over a micro-batch: outputs on the device, or on stages but the last what the next one gets."""
+        first, entropies = self._scorer(row.input_ids, row.rows, row.packing, entropy, received)
+        if not self._scorer.is_last:
+            return first
+        zeros = torch.zeros(row.batch.num_tokens, device=self.device)
+        outputs = [None if x is None else zeros.to(x.dtype).index_copy(0, row.scored, x[row.rows]) for x in (first, entropies)]
         if self.head == "value":
-            return ModelOutputs(values=zeros.index_copy(0, scored, first))
-        logprobs = first
-        if layout.places is not None:
-            values = (None if x is None else zeros.to(x.dtype).index_copy(0, scored, x[rows]) for x in (logprobs, entropies))
-            logprobs, entropies = values
-        return ModelOutputs(logprobs=logprobs, entropy=entropies)
+            return ModelOutputs(values=outputs[0])
+        return ModelOutputs(logprobs=outputs[0], entropy=outputs[1])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A micro-batch laid end to end; `batch` is on the CPU, the rest on the device."""
+
+    batch: TokenBatch
+    input_ids: Tensor
+    """[R], padding included."""
+    rows: Tensor
+    """[N] places in the row of the tokens to score."""
+    scored: Tensor
+    """[N] their places in the batch."""
+    packing: Packing
+    shape: tuple[int, int]
+    """Of the hidden states that a rank has between layers."""
+
+
+_NO_WEIGHT = TokenBatch(torch.tensor([0, 2]), input_ids=torch.zeros(2), loss_mask=torch.tensor([False, True]))
+"""What a rank without data passes through the model, so that it takes part in what the others do together."""

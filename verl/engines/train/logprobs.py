@@ -51,7 +51,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         num_rows = rows.numel()
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
+        logprobs = torch.zeros(targets.shape[0], dtype=dtype, device=hidden.device)
         entropy = torch.zeros_like(logprobs) if with_entropy else None
         kept = None
         if num_rows <= kept_rows and softcap is None and any(ctx.needs_input_grad):
@@ -81,7 +81,7 @@ class _TokenLogProbs(torch.autograd.Function):
         # Transposed, for on a CPU a product with few rows is a third faster than one with few columns.
         grad_weight_t = weight.new_zeros(weight.t().shape, dtype=_accumulation_dtype(weight)) if need_weight else None
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros(hidden.shape[0], device=hidden.device, dtype=grad_entropy.dtype)
+            grad_logprobs = torch.zeros_like(grad_entropy)
         for i, part in enumerate(rows.split(chunk_rows)):
             part_hidden = hidden.index_select(0, part - 1)
             slope = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.config.schema import OptimizerConfig
-from verl.engines.train.sharding import copies, like, local
+from verl.engines.train.sharding import like, local
 from verl.errors import ConfigError
 from verl.observe.metrics import Last, Metrics, Sum
 
@@ -40,6 +41,18 @@ def lr_at(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
+class GradientSums(Protocol):
+    """What ranks that hold parts of one model have to tell each other about its gradients."""
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add up, in place, what other ranks have of the gradients of this rank's slices."""
+        ...
+
+    def copies(self, name: str) -> int:
+        """On how many ranks each element of a parameter is."""
+        ...
+
+
 class MasterAdamW:
     """Decoupled weight decay Adam (Loshchilov & Hutter 2019) on the parameters of one module.
 
@@ -53,6 +66,7 @@ class MasterAdamW:
         *,
         total_steps: int | None,
         compute_dtype: torch.dtype,
+        sums: GradientSums | None = None,
     ) -> None:
         """`parameters`: float32, by name; each is put in `compute_dtype` in place, its float32 storage becoming the master.
         The master of a sliced parameter is this rank's slice: gathered weights take their dtype when they are gathered."""
@@ -67,6 +81,7 @@ class MasterAdamW:
         self.num_steps = 0
         """Optimizer steps so far, skipped ones included: the position in the schedule."""
         self._parameters = dict(parameters)
+        self._sums = sums
         self._gradients: dict[str, Tensor] = {}
         """Float32 sums for masters of half-precision parameters, which may be off the device until the update."""
         self.masters: dict[str, nn.Parameter] = {}
@@ -81,7 +96,6 @@ class MasterAdamW:
             parameter.data = parameter.data.to(compute_dtype)
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._add_gradient(name, p))
             self.masters[name] = master
-        self._is_sharded = any(isinstance(p, DTensor) for p in parameters.values())
         decayed = [m for m in self.masters.values() if m.ndim >= 2]
         others = [m for m in self.masters.values() if m.ndim < 2]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -104,7 +118,7 @@ class MasterAdamW:
         self.num_steps += 1
         self._take_gradients()
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = self._norm() if self._is_sharded else float(torch.nn.utils.get_total_norm(gradients))
+        norm = self._norm(self._sums) if self._sums is not None else float(torch.nn.utils.get_total_norm(gradients))
         finite = math.isfinite(norm)
         if finite:
             if 0 < self.config.gradient_clip < norm:
@@ -151,10 +165,12 @@ class MasterAdamW:
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 self.masters[name].grad = local(parameter.grad)
                 parameter.grad = None
+        if self._sums is not None:
+            self._sums.complete({name: m.grad for name, m in self.masters.items() if m.grad is not None})
 
-    def _norm(self) -> float:
+    def _norm(self, sums: GradientSums) -> float:
         """Global gradient norm over all ranks: an element that several ranks hold counts once."""
-        held = [(m.grad, copies(self._parameters[name])) for name, m in self.masters.items() if m.grad is not None]
+        held = [(m.grad, sums.copies(name)) for name, m in self.masters.items() if m.grad is not None]
         device = next(iter(self.masters.values())).device
         square = torch.zeros((), dtype=torch.float64, device=device)
         if held:
