@@ -75,7 +75,10 @@ class TraceSettings:
 
 def kernel_groups_keys() -> bool:
     """Whether this torch's packed attention kernel takes grouped keys and values."""
-    return "enable_gqa" in attention._varlen_parameters()
+    try:
+        return "enable_gqa" in attention._varlen_parameters()
+    except ImportError:  # a build of torch without the kernel
+        return True
 
 
 def trace(config: Any, settings: TraceSettings) -> Activations:
@@ -208,6 +211,10 @@ class _Meter(TorchDispatchMode):
         self.live -= size
 
 
+def _apply(function: Any, *args: Any) -> Tensor:
+    return function.apply(*args)
+
+
 class _Kernel(torch.autograd.Function):
     """In the place of the packed attention kernel: keeps what FlashAttention keeps (Dao 2023). q [R, H, D]."""
 
@@ -220,7 +227,7 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, _, _ = ctx.saved_tensors
-        sums = q.new_empty(q.shape, dtype=torch.float32)  # the kernel adds up the queries' gradient in float32
+        sums = q.new_empty(q.shape, dtype=torch.float32)  # the kernel adds up the gradient of queries in float32
         results = tuple(torch.empty_like(x) for x in (q, k, v))
         del sums
         return results
@@ -236,15 +243,17 @@ def _attention_forward(
     if v.dtype != torch.float32 and softcap is None:
         if not settings.groups_keys and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return _Kernel.apply(q, k, v)[None], None  # type: ignore[index]
-    padded = [x.reshape(-1, settings.sequence_length, *x.shape[1:]) for x in (q, k, v)]
-    window = None if window is None or window >= settings.sequence_length else window
-    with _sdpa(grouped=q.shape[1] != k.shape[1]):
-        out = attention._padded_attention(*padded, kwargs["scaling"], window, softcap)
-    return out.reshape(q.shape)[None], None
+        return _apply(_Kernel, q, k, v)[None], None
+    length, grouped = settings.sequence_length, q.shape[1] != k.shape[1]
+    shape = q.shape
+    q, k, v = (x.reshape(-1, length, *x.shape[1:]) for x in (q, k, v))
+    window = None if window is None or window >= length else window
+    with _sdpa(grouped=grouped):
+        out = attention._padded_attention(q, k, v, kwargs["scaling"], window, softcap)
+    return out.reshape(shape)[None], None
 
 
-def _sdpa(*, grouped: bool) -> contextlib.AbstractContextManager[None]:
+def _sdpa(*, grouped: bool) -> contextlib.AbstractContextManager[Any]:
     """The kernel that a GPU takes for float32: one that keeps no scores, which has no grouped keys, else the plain one."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -279,7 +288,7 @@ def _split_tokens(half: nn.Module, settings: TraceSettings) -> None:
     size, dtype = settings.tensor, settings.dtype
 
     def gather(x: Tensor) -> Tensor:
-        return _Exchange.apply(x.to(dtype), size, dtype, dtype)  # type: ignore[return-value]
+        return _apply(_Exchange, x.to(dtype), size, dtype, dtype)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -288,7 +297,7 @@ def _split_tokens(half: nn.Module, settings: TraceSettings) -> None:
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def hand_back(x: Tensor) -> Tensor:
-            return _Exchange.apply(x, 1 / size, torch.float32, x.dtype)  # type: ignore[return-value]
+            return _apply(_Exchange, x, 1 / size, torch.float32, x.dtype)
 
         return (hand_back(output[0]), *output[1:]) if isinstance(output, tuple) else hand_back(output)
 

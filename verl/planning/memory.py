@@ -8,7 +8,7 @@ one more unit, gathered from the beginning of a pass to its end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -180,9 +180,8 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return sum(
-            (self.weights, self.optimizer, self.gradients, self.activations, self.logits, self.gathered, self.others)
-        )  # fmt: skip
+        model = self.weights + self.optimizer + self.gradients
+        return model + self.activations + self.logits + self.gathered + self.others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,7 @@ class Estimate:
         return max(0.0, min(most, (memory - self.generation) * workload.cache_share))
 
     def shortage(self, memory: float, workload: Workload) -> float:
-        """Bytes missing on a GPU with so much usable memory; 0 where everything fits."""
+        """Bytes missing on a GPU with so much usable memory; 0 where training fits, and the cache of one sequence."""
         missing = self.peak.total - memory
         if workload.generates:
             sequence = workload.sequence * self.key_value_token
@@ -217,9 +216,14 @@ Tracer = Callable[[TraceSettings], Activations]
 
 
 def estimate(shape: ModelShape, trace: Tracer, workload: Workload, plan: Plan) -> Estimate:
-    """Memory of `plan` on its fullest GPU, whichever stage that is."""
-    stages = {0, plan.layout.pipeline - 1}
-    return max((_Stage(shape, trace, workload, plan, s).estimate() for s in sorted(stages)), key=lambda e: e.peak.total)
+    """Memory of `plan` on the fullest GPU of each moment, whichever stage that is."""
+    ends = sorted({0, plan.layout.pipeline - 1})
+    stages = [_Stage(shape, trace, workload, plan, s).estimate() for s in ends]
+    return replace(
+        max(stages, key=lambda e: e.peak.total),
+        rest=max(e.rest for e in stages),
+        generation=max(e.generation for e in stages),
+    )
 
 
 def state_bytes(shape: ModelShape, workload: Workload, plan: Plan) -> float:
@@ -243,7 +247,7 @@ class _Stage:
     stage: int
 
     def estimate(self) -> Estimate:
-        peaks = [*self._moments(self._others(critic=self.workload.critic), is_critic=False)]
+        peaks = self._moments(self._others(critic=self.workload.critic), is_critic=False)
         if self.workload.critic:
             peaks += self._moments(self._others(actor=True), is_critic=True)
         rest = self._others(actor=True, critic=self.workload.critic)
