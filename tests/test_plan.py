@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.models import FAMILIES, tiny_config
-from verl.config import ANY, load_config
+from verl.config import load_config
+from verl.config.purpose import SFT as SFT_COMMAND
+from verl.config.purpose import TRAIN
 from verl.planning.activations import tracer
 from verl.planning.layout import SWITCHES, USABLE_SHARE, choose, layouts, micro_batches
 from verl.planning.memory import GIB, Layout, Plan, Switches, Workload, estimate, model_shape, state_bytes
@@ -263,7 +265,8 @@ def test_report(folder, capsys, options):
     assert ("Key-value cache" in out) == ("--sft" not in options)
     keys = out.split("Overrides:\n")[1].replace("\\", "").split()
     assert any(key.startswith("actor.max_tokens_per_micro_batch=") for key in keys)
-    load_config(None, keys, purpose=ANY, printer=lambda line: None)  # they are keys of the configuration
+    keys += ["model.path=model", "data.train_files=[rows.jsonl]"]
+    load_config(None, keys, purpose=SFT_COMMAND if "--sft" in options else TRAIN, printer=lambda line: None)
 
 
 @pytest.mark.parametrize(
