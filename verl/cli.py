@@ -1,4 +1,4 @@
-"""`verl train|sft|eval|generate|convert|export|config|doctor|report`: a thin front to the entry points."""
+"""`verl train|sft|eval|generate|convert|export|plan|config|doctor|report`: a thin front to the entry points."""
 
 from __future__ import annotations
 
@@ -64,10 +64,17 @@ def _export(argv: Sequence[str]) -> None:
     main(argv)
 
 
+def _plan(argv: Sequence[str]) -> None:
+    from verl.planning.command import main
+
+    main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "convert": (_convert, "GGUF to a Hugging Face model folder"),
     "config": (_config, "list the configuration keys, or resolve a configuration"),
     "export": (_export, "a checkpoint's weights as a Hugging Face model folder"),
+    "plan": (_plan, "GPU memory a model needs, and a layout that fits"),
     "doctor": (_doctor, "versions, devices, engines, and what is missing"),
     "report": (_report, "tables, plots and an HTML page of runs"),
 }
