@@ -36,6 +36,8 @@ from verl.trainer.ppo import PPOTrainer
 from verl.trainer.sft import SFTTrainer
 
 ray = pytest.importorskip("ray")
+from ray_hosts import hosts  # noqa: E402
+
 pytestmark = pytest.mark.xdist_group("ray")
 ROOT = Path(__file__).parents[1]
 
@@ -83,7 +85,8 @@ class Probe(Worker):
                 os._exit(1)
             if kind == "hang":
                 time.sleep(100)
-            raise {"user": UserError("model.path=x: no"), "bug": ZeroDivisionError("once")}[kind]
+            broken = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:1")
+            raise {"user": UserError("model.path=x: no"), "bug": ZeroDivisionError("once"), "broken": broken}[kind]
         dist.all_reduce(torch.ones(1))
 
     @register(dispatch=one_to_all)
@@ -149,6 +152,20 @@ def test_the_rank_that_failed_is_named_once(kind, error, named, rank, runtime):
     with pytest.raises(error, match=named.format(rank=rank)):
         group.fail(rank, kind)
     assert time.monotonic() - started < 20
+
+
+def test_a_broken_connection_without_a_known_cause_counts_as_a_lost_worker(runtime, monkeypatch):
+    monkeypatch.setattr("verl.controller.ray._CAUSE_S", 0.5)
+    group = runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"]
+    with pytest.raises(WorkerLost, match=r"^rank 1 of 2 in a\.fail lost its connection to another rank:\nTraceback"):
+        group.fail(1, "broken")
+
+
+def test_processes_are_gone_when_a_runtime_is_shut_down(runtime):
+    places = runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"].where()
+    assert hosts() == sorted(pid for _, _, pid in places)
+    runtime.shutdown()
+    assert hosts() == []
 
 
 def test_a_hanging_rank_is_named_with_what_it_does():
@@ -271,12 +288,6 @@ def test_sft_is_the_same_on_two_ranks_and_exports_what_transformers_loads(inputs
 
 
 # --- workers that are lost
-
-
-def hosts() -> list[int]:
-    """Processes of the ranks."""
-    shown = subprocess.run(["pgrep", "-f", "^ray::_Host"], capture_output=True, text=True)
-    return sorted(int(pid) for pid in shown.stdout.split())
 
 
 def kill_at(trainer, step: int, rank: int):
