@@ -290,6 +290,27 @@ def kill_a_rank_after(seconds: float, choose: random.Random, ended: threading.Ev
         time.sleep(0.05)
 
 
+def test_a_rank_killed_while_a_run_starts_leaves_it_to_the_next_start(inputs, tmp_path, monkeypatch, capsys):
+    config = keys(inputs, tmp_path, parallel__data_parallel_size=2, training__save_interval=1, training__total_steps=1)
+    GRPOTrainer(inputs["model"], config=config).fit()
+    original, killed = GRPOTrainer._restore, []
+
+    def restore(self, folder, state):
+        killed.append(hosts()[1])
+        os.kill(killed[-1], signal.SIGKILL)
+        monkeypatch.setattr(GRPOTrainer, "_restore", original)
+        original(self, folder, state)
+
+    monkeypatch.setattr(GRPOTrainer, "_restore", restore)
+    with pytest.raises(WorkerLost, match="the run had not begun; start it again"):
+        GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 2}).fit()
+    assert hosts() == []
+    monkeypatch.setattr(GRPOTrainer, "_restore", restore)
+    trainer = GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 2, "training.max_restarts": 1})
+    assert trainer.fit().step == 2 and len(killed) == 2
+    assert "restart 1 of 1, from where it began" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_rank_killed_at_any_moment_never_breaks_or_hangs_a_run(inputs, tmp_path):
     """Ten times a `kill -9` of a random rank at a random moment: a clear error within the limit, and whole checkpoints."""
