@@ -1,5 +1,6 @@
 """The `ray` runtime: the same workers and the same driver as in one process, on several; failures that surface once."""
 
+import errno
 import json
 import os
 import random
@@ -9,11 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from verl.checkpoint.manager import check_integrity, read_manifest
+from verl.checkpoint.manager import CheckpointError, check_integrity, read_manifest
 from verl.checkpoint.tensors import read_tensors
 from verl.controller import (
     LocalRuntime,
@@ -32,6 +34,7 @@ from verl.errors import UserError
 from verl.trainer.grpo import GRPOTrainer
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.sft import SFTTrainer
+from verl.workers.model import ActorWorker
 
 ray = pytest.importorskip("ray")
 from ray_hosts import hosts  # noqa: E402
@@ -335,6 +338,37 @@ def test_a_rank_killed_at_any_moment_never_breaks_or_hangs_a_run(inputs, tmp_pat
     step = read_manifest((tmp_path / "run" / "checkpoints" / "last").resolve()).step
     assert GRPOTrainer(inputs["model"], config=config | {"training.total_steps": step + 3}).fit().step == step + 3
     assert [row["step"] for row in history(tmp_path / "run") if row.get("kind") == "train"] == list(range(1, step + 4))
+
+
+# --- a full disk
+
+
+class OutOfSpace(ActorWorker):
+    """The last rank finds the disk full at its second checkpoint."""
+
+    saves = 0
+
+    @register(dispatch=all_ranks)
+    def save(self, folder):
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        self.saves += 1
+        if self.saves < 2 or self.context.rank < self.context.world_size - 1:
+            return super().save(folder)
+        with mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            return super().save(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_full_for_one_rank_is_one_line_and_costs_no_checkpoint(ranks, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.workers.model.ActorWorker", OutOfSpace)
+    config = keys(inputs, tmp_path, parallel__data_parallel_size=ranks, training__save_interval=1, training__keep_last=1)
+    with pytest.raises(CheckpointError, match=r"^checkpoint of step 2: the disk of .* is full \(earlier .* intact\)") as error:
+        GRPOTrainer(inputs["model"], config=config).fit()
+    assert "\n" not in str(error.value) and hosts() == []
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.iterdir()) == ["last", "step_000001"]
+    assert check_integrity((root / "last").resolve()).step == 1
 
 
 # --- programs and scripts

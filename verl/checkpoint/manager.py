@@ -32,6 +32,35 @@ class CheckpointError(UserError):
     """A checkpoint that is absent, incomplete or damaged, or that could not be written."""
 
 
+class DiskFull(CheckpointError):
+    """Raised where files are written, in whatever process that is."""
+
+
+@contextmanager
+def noticing_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a write into `folder` that fails for want of space into DiskFull, which reaches the driver from any process.
+
+    The libraries that write say it in their own ways: an OSError, one rank's inside another exception, a text.
+    """
+    try:
+        yield
+    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+        if _is_full_disk(error):
+            raise DiskFull(f"the disk of {folder} is full") from error
+        raise
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in codes):
+        return True
+    if any(f"os error {code}" in str(error) for code in codes):  # safetensors
+        return True
+    failures = getattr(error, "failures", {}).values()  # torch.distributed.checkpoint: (exception, trace) by rank
+    behind = [error.__cause__ or error.__context__, *(failure[0] for failure in failures)]
+    return any(cause is not None and _is_full_disk(cause) for cause in behind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     step: int
@@ -105,7 +134,7 @@ class CheckpointManager:
             _write_manifest(partial, step=step, serial=serial, validation=validation or {})
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if _is_full_disk(error):
                 raise CheckpointError(
                     f"checkpoint of step {step}: the disk of {self.root} is full (earlier checkpoints are intact); "
                     "free space, or lower training.keep_last"
