@@ -393,12 +393,75 @@ def test_the_tutorials_dataflow_is_the_same_under_both_runtimes(inputs, tmp_path
     assert len(losses[0]) > 0 and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def overrides(config: dict) -> list[str]:
+    return [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in config.items()]
+
+
+def processes_of_session(leader: int) -> list[str]:
+    """Command lines of what is left of a program and of all it has started, ended ones apart."""
+    left = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if f"{MARK}={leader}" in (folder / "environ").read_bytes().decode(errors="replace") and command:
+                left.append(command)
+        except OSError:
+            continue
+    return left
+
+
+MARK = "VERL_TEST_PROCESS_OF"
+
+
+@pytest.mark.parametrize("signalled", ["the driver", "the terminal's processes"])
+@pytest.mark.parametrize("place", ["in one process", "on this cluster", "on a cluster of its own"])
+def test_an_interrupted_run_saves_and_leaves_nothing_behind(place, signalled, inputs, tmp_path):
+    """Ctrl-C, which a terminal sends to every process of the program."""
+    config = keys(inputs, tmp_path / "run", model__path=inputs["model"], training__total_steps=100_000)
+    config |= {} if place == "in one process" else {"parallel.data_parallel_size": 2}
+    address = ray.get_runtime_context().gcs_address if place == "on this cluster" else "local"
+    program = subprocess.Popen(
+        [sys.executable, "-m", "verl", "train", *overrides(config)],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": address, MARK: str(os.getpid())},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert program.stdout is not None
+    shown = ""
+    try:
+        while "[Step 2]" not in shown:
+            line = program.stdout.readline()
+            assert line, shown + program.stderr.read()
+            shown += line
+        seen = " ".join(processes_of_session(os.getpid()))
+        assert ("raylet" in seen and "ray::_Host" in seen) == (place == "on a cluster of its own"), seen
+        (os.kill if signalled == "the driver" else os.killpg)(program.pid, signal.SIGINT)
+        output, errors = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert program.returncode == 130, errors
+    assert errors.count("finishing this step, then saving") == 1 and "interrupted" in errors.splitlines(), errors
+    assert "Traceback" not in errors + output and "Warning" not in errors and "saved: " in output
+    root = tmp_path / "run" / "checkpoints"
+    step = check_integrity((root / "last").resolve()).step
+    assert step == history(tmp_path / "run")[-1]["step"] and [p.name for p in root.glob("step_*")] == [f"step_{step:06d}"]
+    assert hosts() == []
+    for _ in range(100):
+        if not (left := processes_of_session(os.getpid())):
+            break
+        time.sleep(0.1)
+    assert left == []
+
+
 def test_the_guides_script_runs_under_ray(inputs, tmp_path):
     """`bash examples/grpo_trainer/run_qwen3-0.6b.sh`, with a small model and two CPU processes."""
     changes = keys(inputs, tmp_path / "run", model__path=inputs["model"], parallel__data_parallel_size=2, training__total_steps=2)
-    overrides = [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in changes.items()]
     shown = subprocess.run(
-        ["bash", ROOT / "examples/grpo_trainer/run_qwen3-0.6b.sh", *overrides],
+        ["bash", ROOT / "examples/grpo_trainer/run_qwen3-0.6b.sh", *overrides(changes)],
         cwd=tmp_path,
         env={**os.environ, "PYTHON": sys.executable, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         capture_output=True,

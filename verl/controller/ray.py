@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,6 +141,8 @@ class _Host:
     def __init__(self, rank: int, world_size: int, device: str, threads: int, search_path: Sequence[str]) -> None:
         # What the driver can import can be imported here: a worker class beside its script, for one.
         sys.path.extend(entry for entry in search_path if entry not in sys.path)
+        # FSDP2 itself calls what this speaks of; the user of a run can do nothing about it.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
         self._peers: dict[str, Worker] = {}
         self._context = WorkerContext(rank=rank, world_size=world_size, device=device, peers=self._peers)  # type: ignore[arg-type]
         self._thread: int | None = None
