@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.checkpoint.manager import CheckpointError, CheckpointManager, check_integrity, resolve_checkpoint
+from verl.checkpoint.manager import CheckpointError, CheckpointManager, KeepBest, check_integrity, resolve_checkpoint
 from verl.checkpoint.rng import rng_state, set_rng_state
 
 
@@ -70,6 +70,34 @@ def test_a_resumed_run_outranks_larger_steps_of_the_abandoned_one(tmp_path):
     assert steps(tmp_path) == ["step_000050", "step_000060", "step_000070"]
     save(resumed, 65)
     assert steps(tmp_path) == ["step_000050", "step_000060", "step_000065"]
+
+
+def test_keeps_the_best_with_a_link_and_takes_scores_from_manifests(tmp_path):
+    best = KeepBest(number=1, metric="val/accuracy")
+    scores = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.9, 5: None, 6: float("nan")}
+    for step, score in scores.items():
+        manager = CheckpointManager(tmp_path, keep_last=1, keep_best=best)  # each a start of its own
+        with manager.saving(step, {} if score is None else {"val/accuracy": score}) as folder:
+            (folder / "model.bin").write_text(str(step))
+        wanted = 1 if step == 1 else 2  # of equals the first
+        assert (tmp_path / "best").resolve() == manager.folder(wanted) == manager.best()[0]
+        assert steps(tmp_path) == sorted({f"step_{step:06d}", f"step_{wanted:06d}"})
+        assert resolve_checkpoint(tmp_path / "best") == manager.folder(wanted)
+        assert resolve_checkpoint(tmp_path) == manager.folder(step)  # the newest, as ever
+    assert check_integrity(manager.folder(2)).validation == {"val/accuracy": 0.9}
+    # Saved again with a worse score, it is the best no longer.
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_best=KeepBest(number=2, metric="val/loss", smaller_is_better=True))
+    for step, loss in ((7, 3.0), (8, 1.0), (9, 2.0), (10, 5.0), (11, 4.0)):
+        with manager.saving(step, {"val/loss": loss}):
+            pass
+    assert [folder.name for folder in manager.best()] == ["step_000008", "step_000009"]
+    assert (tmp_path / "best").resolve() == manager.folder(8)
+    with manager.saving(8, {"val/loss": 9.0}):
+        pass
+    assert (tmp_path / "best").resolve() == manager.folder(9)
+    CheckpointManager(tmp_path, keep_last=1)  # without keep_best the link goes when the next is saved
+    save(CheckpointManager(tmp_path, keep_last=1), 12)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000012"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -45,6 +45,20 @@ def test_critic_mini_batch_is_checked_where_there_is_a_critic():
     assert lines_of(algorithm__adv_estimator="grpo", **keys) == []
 
 
+def test_keep_best_needs_scores():
+    held_out = {"training__keep_best": 1, "data__val_files": ["v"], "training__save_interval": 2, "training__eval_interval": 2}
+    assert lines_of(**held_out) == []
+    assert "training.keep_best=1 has no scores to go by; set data.val_files" in error_of(training__keep_best=1)
+    assert "training.save_interval=0 is never; set" in error_of(**held_out | {"training__save_interval": 0})
+    assert "training.eval_interval=0 is never; set" in error_of(**held_out | {"training__eval_interval": 0})
+    assert "training.keep_best=-1: must be at least 0" in error_of(training__keep_best=-1)
+    assert "best_metric=val/reward has no effect with training.keep_best=0" in error_of(training__best_metric="val/reward")
+    message = error_of(**held_out, training__best_metric="val/pass@4")
+    assert "training.best_metric=val/pass@4 is not measured by this run's validation; use one of val/accuracy, val/rew" in message
+    assert lines_of(**held_out, training__best_metric="val/pass@4", rollout__val_n=6) == []
+    assert "val/maj@6" in error_of(**held_out, training__best_metric="val/pass@3", rollout__val_n=6)
+
+
 def test_too_few_rows_for_a_batch():
     assert "raise it to 256" in error_of(data__max_train_rows=100)
 

@@ -1,5 +1,6 @@
 """The `ray` runtime: the same workers and the same driver as in one process, on several; failures that surface once."""
 
+import errno
 import json
 import os
 import random
@@ -9,11 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from verl.checkpoint.manager import check_integrity
+from verl.checkpoint.manager import CheckpointError, check_integrity, read_manifest
 from verl.checkpoint.tensors import read_tensors
 from verl.controller import (
     LocalRuntime,
@@ -29,13 +31,15 @@ from verl.controller import (
 )
 from verl.data.batch import TokenBatch
 from verl.errors import UserError
-from verl.quickstart.model import build_model
-from verl.quickstart.problems import generate_problems, write_jsonl
 from verl.trainer.grpo import GRPOTrainer
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.sft import SFTTrainer
+from verl.workers.model import ActorWorker
 
 ray = pytest.importorskip("ray")
+from ray_hosts import hosts  # noqa: E402
+from runs import assert_alike, history, keys, make_inputs  # noqa: E402
+
 pytestmark = pytest.mark.xdist_group("ray")
 ROOT = Path(__file__).parents[1]
 
@@ -83,7 +87,8 @@ class Probe(Worker):
                 os._exit(1)
             if kind == "hang":
                 time.sleep(100)
-            raise {"user": UserError("model.path=x: no"), "bug": ZeroDivisionError("once")}[kind]
+            broken = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:1")
+            raise {"user": UserError("model.path=x: no"), "bug": ZeroDivisionError("once"), "broken": broken}[kind]
         dist.all_reduce(torch.ones(1))
 
     @register(dispatch=one_to_all)
@@ -151,6 +156,20 @@ def test_the_rank_that_failed_is_named_once(kind, error, named, rank, runtime):
     assert time.monotonic() - started < 20
 
 
+def test_a_broken_connection_without_a_known_cause_counts_as_a_lost_worker(runtime, monkeypatch):
+    monkeypatch.setattr("verl.controller.ray._CAUSE_S", 0.5)
+    group = runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"]
+    with pytest.raises(WorkerLost, match=r"^rank 1 of 2 in a\.fail lost its connection to another rank:\nTraceback"):
+        group.fail(1, "broken")
+
+
+def test_processes_are_gone_when_a_runtime_is_shut_down(runtime):
+    places = runtime.spawn(ResourcePool(num_workers=2), {"a": WorkerSpec(Probe)})["a"].where()
+    assert hosts() == sorted(pid for _, _, pid in places)
+    runtime.shutdown()
+    assert hosts() == []
+
+
 def test_a_hanging_rank_is_named_with_what_it_does():
     from verl.controller.ray import RayRuntime
 
@@ -175,49 +194,7 @@ def test_what_a_constructor_refuses_and_what_has_no_room(runtime):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("inputs")
-    problems = generate_problems(40, 0)
-    build_model(folder / "model", [p.question + p.answer for p in problems], seed=0, hidden_size=32, num_layers=2)
-    write_jsonl(problems[:30], folder / "train.jsonl")
-    write_jsonl(problems[30:], folder / "test.jsonl")
-    return {"model": str(folder / "model"), "train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")}
-
-
-def keys(inputs, out, **changes):
-    base = {
-        "data.train_files": [inputs["train"]],
-        "data.val_files": [inputs["test"]],
-        "data.train_batch_size": 4,
-        "data.max_response_length": 8,
-        "rollout.n": 3,
-        "actor.lr": 1e-3,
-        "actor.mini_batch_size": 2,
-        "actor.max_tokens_per_micro_batch": 150,
-        "reward.function": f"{Path(__file__).resolve()}:digits",
-        "training.total_steps": 5,
-        "training.eval_interval": 0,
-        "training.output_dir": str(out),
-        "training.last_link": None,
-        "tracking.plots": False,
-    }
-    return base | {key.replace("__", "."): value for key, value in changes.items()}
-
-
-def digits(data_source, solution_str, ground_truth, extra_info):
-    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
-
-
-def history(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("time",) and not k.startswith(("timing_s", "perf"))} for row in rows]
-
-
-def assert_alike(run: Path, other: Path, tolerance: float):
-    for row, twin in zip(history(run), history(other), strict=True):
-        assert row.keys() == twin.keys()
-        for name, value in row.items():
-            want = pytest.approx(twin[name], rel=tolerance, abs=tolerance) if isinstance(value, float) else twin[name]
-            assert value == want, (row["step"], name)
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -287,12 +264,6 @@ def test_sft_is_the_same_on_two_ranks_and_exports_what_transformers_loads(inputs
 # --- workers that are lost
 
 
-def hosts() -> list[int]:
-    """Processes of the ranks."""
-    shown = subprocess.run(["pgrep", "-f", "^ray::_Host"], capture_output=True, text=True)
-    return sorted(int(pid) for pid in shown.stdout.split())
-
-
 def kill_at(trainer, step: int, rank: int):
     """`kill -9` of one rank as the training step after `step` begins; once."""
     original, killed = trainer.step, []
@@ -326,30 +297,92 @@ def test_a_run_starts_again_by_itself_and_ends_the_same(inputs, local_runs, tmp_
     assert_alike(tmp_path, local_runs / "grpo", 1e-4)
 
 
+def kill_a_rank_after(seconds: float, choose: random.Random, ended: threading.Event) -> None:
+    """`kill -9` of a random rank at that moment, or as soon after it as there is one."""
+    ended.wait(seconds)
+    while not ended.is_set():
+        if ranks := hosts():
+            os.kill(choose.choice(ranks), signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def test_a_rank_killed_while_a_run_starts_leaves_it_to_the_next_start(inputs, tmp_path, monkeypatch, capsys):
+    config = keys(inputs, tmp_path, parallel__data_parallel_size=2, training__save_interval=1, training__total_steps=1)
+    GRPOTrainer(inputs["model"], config=config).fit()
+    original, killed = GRPOTrainer._restore, []
+
+    def restore(self, folder, state):
+        killed.append(hosts()[1])
+        os.kill(killed[-1], signal.SIGKILL)
+        monkeypatch.setattr(GRPOTrainer, "_restore", original)
+        original(self, folder, state)
+
+    monkeypatch.setattr(GRPOTrainer, "_restore", restore)
+    with pytest.raises(WorkerLost, match="the run had not begun; start it again"):
+        GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 2}).fit()
+    assert hosts() == []
+    monkeypatch.setattr(GRPOTrainer, "_restore", restore)
+    trainer = GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 2, "training.max_restarts": 1})
+    assert trainer.fit().step == 2 and len(killed) == 2
+    assert "restart 1 of 1, from where it began" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_rank_killed_at_any_moment_never_breaks_or_hangs_a_run(inputs, tmp_path):
-    """Ten runs, each with a `kill -9` of a random rank at a random moment: a clear error within the limit, or the end."""
+    """Ten times a `kill -9` of a random rank at a random moment: a clear error within the limit, and whole checkpoints."""
     choose = random.Random(0)
     config = keys(inputs, tmp_path / "run", parallel__data_parallel_size=2, training__save_interval=1)
-    config |= {"training.total_steps": 40, "training.worker_timeout_s": 60.0}
+    config |= {"training.total_steps": 100_000, "training.worker_timeout_s": 60.0}
     for _ in range(10):
-        moment = choose.uniform(2.0, 14.0)
-        killer = threading.Timer(moment, lambda: os.kill(choose.choice(hosts() or [0]), signal.SIGKILL) if hosts() else None)
+        ended = threading.Event()
+        killer = threading.Thread(target=kill_a_rank_after, args=(choose.uniform(1.0, 14.0), choose, ended))
         killer.start()
         started = time.monotonic()
         try:
-            GRPOTrainer(inputs["model"], config=config).fit()
-        except WorkerLost as error:
-            assert "died" in str(error) or "find each other" in str(error)
-        except UserError as error:
-            assert "nothing to train" in str(error)
-            break
+            with pytest.raises(WorkerLost, match=r"died|find each other|lost its connection") as error:
+                GRPOTrainer(inputs["model"], config=config).fit()
         finally:
-            killer.cancel()
+            ended.set()
+            killer.join()
+        print(f"{time.monotonic() - started:.0f} s: {str(error.value).splitlines()[0]}")
         assert time.monotonic() - started < 100 and hosts() == []
         for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
             check_integrity(folder)
-    GRPOTrainer(inputs["model"], config=config | {"training.total_steps": 45}).fit()
+    step = read_manifest((tmp_path / "run" / "checkpoints" / "last").resolve()).step
+    assert GRPOTrainer(inputs["model"], config=config | {"training.total_steps": step + 3}).fit().step == step + 3
+    assert [row["step"] for row in history(tmp_path / "run") if row.get("kind") == "train"] == list(range(1, step + 4))
+
+
+# --- a full disk
+
+
+class OutOfSpace(ActorWorker):
+    """The last rank finds the disk full at its second checkpoint."""
+
+    saves = 0
+
+    @register(dispatch=all_ranks)
+    def save(self, folder):
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        self.saves += 1
+        if self.saves < 2 or self.context.rank < self.context.world_size - 1:
+            return super().save(folder)
+        with mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            return super().save(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_full_for_one_rank_is_one_line_and_costs_no_checkpoint(ranks, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.workers.model.ActorWorker", OutOfSpace)
+    config = keys(inputs, tmp_path, parallel__data_parallel_size=ranks, training__save_interval=1, training__keep_last=1)
+    with pytest.raises(CheckpointError, match=r"^checkpoint of step 2: the disk of .* is full \(earlier .* intact\)") as error:
+        GRPOTrainer(inputs["model"], config=config).fit()
+    assert "\n" not in str(error.value) and hosts() == []
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.iterdir()) == ["last", "step_000001"]
+    assert check_integrity((root / "last").resolve()).step == 1
 
 
 # --- programs and scripts
@@ -374,12 +407,75 @@ def test_the_tutorials_dataflow_is_the_same_under_both_runtimes(inputs, tmp_path
     assert len(losses[0]) > 0 and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def overrides(config: dict) -> list[str]:
+    return [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in config.items()]
+
+
+def processes_of_session(leader: int) -> list[str]:
+    """Command lines of what is left of a program and of all it has started, ended ones apart."""
+    left = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if f"{MARK}={leader}" in (folder / "environ").read_bytes().decode(errors="replace") and command:
+                left.append(command)
+        except OSError:
+            continue
+    return left
+
+
+MARK = "VERL_TEST_PROCESS_OF"
+
+
+@pytest.mark.parametrize("signalled", ["the driver", "the terminal's processes"])
+@pytest.mark.parametrize("place", ["in one process", "on this cluster", "on a cluster of its own"])
+def test_an_interrupted_run_saves_and_leaves_nothing_behind(place, signalled, inputs, tmp_path):
+    """Ctrl-C, which a terminal sends to every process of the program."""
+    config = keys(inputs, tmp_path / "run", model__path=inputs["model"], training__total_steps=100_000)
+    config |= {} if place == "in one process" else {"parallel.data_parallel_size": 2}
+    address = ray.get_runtime_context().gcs_address if place == "on this cluster" else "local"
+    program = subprocess.Popen(
+        [sys.executable, "-m", "verl", "train", *overrides(config)],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": address, MARK: str(os.getpid())},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert program.stdout is not None
+    shown = ""
+    try:
+        while "[Step 2]" not in shown:
+            line = program.stdout.readline()
+            assert line, shown + program.stderr.read()
+            shown += line
+        seen = " ".join(processes_of_session(os.getpid()))
+        assert ("raylet" in seen and "ray::_Host" in seen) == (place == "on a cluster of its own"), seen
+        (os.kill if signalled == "the driver" else os.killpg)(program.pid, signal.SIGINT)
+        output, errors = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert program.returncode == 130, errors
+    assert errors.count("finishing this step, then saving") == 1 and "interrupted" in errors.splitlines(), errors
+    assert "Traceback" not in errors + output and "Warning" not in errors and "saved: " in output
+    root = tmp_path / "run" / "checkpoints"
+    step = check_integrity((root / "last").resolve()).step
+    assert step == history(tmp_path / "run")[-1]["step"] and [p.name for p in root.glob("step_*")] == [f"step_{step:06d}"]
+    assert hosts() == []
+    for _ in range(100):
+        if not (left := processes_of_session(os.getpid())):
+            break
+        time.sleep(0.1)
+    assert left == []
+
+
 def test_the_guides_script_runs_under_ray(inputs, tmp_path):
     """`bash examples/grpo_trainer/run_qwen3-0.6b.sh`, with a small model and two CPU processes."""
     changes = keys(inputs, tmp_path / "run", model__path=inputs["model"], parallel__data_parallel_size=2, training__total_steps=2)
-    overrides = [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in changes.items()]
     shown = subprocess.run(
-        ["bash", ROOT / "examples/grpo_trainer/run_qwen3-0.6b.sh", *overrides],
+        ["bash", ROOT / "examples/grpo_trainer/run_qwen3-0.6b.sh", *overrides(changes)],
         cwd=tmp_path,
         env={**os.environ, "PYTHON": sys.executable, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         capture_output=True,

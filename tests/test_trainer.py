@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from verl.checkpoint.manager import read_manifest
 from verl.checkpoint.tensors import read_tensors
-from verl.config import load_config
+from verl.config import config_from_dict, load_config
+from verl.config.checks import validation_metrics
 from verl.errors import UserError
 from verl.observe.metrics import unknown_metrics
 from verl.quickstart.model import build_model
@@ -161,6 +163,31 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kind, stop, input
     for role in ("actor", "critic") if kind == "ppo" else ("actor",):
         assert_same(weights(tmp_path / "whole", role), weights(cut, role))
     assert comparable(rows_of(cut)) == comparable(rows_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_the_best_checkpoint_stays_under_a_link_of_its_own(kind, inputs, tmp_path):
+    trainer = {"grpo": GRPOTrainer, "sft": SFTTrainer}[kind]
+    common = {"training__save_interval": 1, "training__eval_interval": 1, "training__keep_last": 1, "training__keep_best": 1}
+    if kind == "grpo":
+        common |= {"rollout__val_n": 3, "rollout__val_temperature": 1.0}
+    else:
+        # So large a rate that the first step is the best.
+        common |= {"data__max_response_length": 64, "reward__type": "accuracy", "reward__function": None, "actor__lr": 0.5}
+    for total in (2, 4):  # the second goes on from the first, with scores from its manifests
+        given = config(inputs, tmp_path, data__val_files=[inputs["test"]], training__total_steps=total, **common)
+        trainer(inputs["model"], config=given).fit()
+    metric = "val/reward" if kind == "grpo" else "val/loss"
+    logged = [row for row in rows_of(tmp_path) if row["kind"] == "val"]
+    assert set(logged[0]) - {"step", "kind", "time"} == set(
+        validation_metrics(config_from_dict(given | {"model.path": "m"}, printer=[].append), sft=kind == "sft")
+    )
+    scores = {row["step"]: row[metric] for row in logged if row["step"] > 0}
+    best = (min if kind == "sft" else max)(scores, key=lambda step: scores[step])
+    root = tmp_path / "checkpoints"
+    assert (root / "best").resolve() == root / f"step_{best:06d}" and (root / "last").resolve() == root / "step_000004"
+    assert read_manifest((root / "best").resolve()).validation[metric] == scores[best]
+    assert {p.name for p in root.glob("step_*")} >= {f"step_{best:06d}", "step_000004"}
 
 
 def test_resume_refuses_what_it_cannot_continue(inputs, tmp_path):

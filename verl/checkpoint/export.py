@@ -10,7 +10,7 @@ from verl.errors import UserError
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> Path:
-    """Write the policy of `checkpoint` (a step, run or `last`) to `output` from its master weights.
+    """Write the policy of `checkpoint` (a step, run, `last` or `best`) to `output` from its master weights.
 
     dtype: float32 or bfloat16; None: that of the model folder inside the checkpoint, which is the dtype of training.
     Raises UserError when the checkpoint is incomplete or damaged, or `output` is no empty place.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     import argparse
 
     parser = argparse.ArgumentParser(prog="verl export", description=main.__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a step folder, a run, or a `last` link")
+    parser.add_argument("checkpoint", type=Path, help="a step folder, a run, or a `last` or `best` link")
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: that of training")
     args = parser.parse_args(argv)

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.checkpoint.manager import noticing_full_disk
 from verl.errors import UserError
 
 
@@ -20,12 +22,26 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed import checkpoint
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _quiet():
-        checkpoint.save(
-            {name: tensor.detach() for name, tensor in tensors.items()},
-            storage_writer=checkpoint.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False),
-            no_dist=not dist.is_initialized(),
-        )
+    try:
+        with noticing_full_disk(folder), _quiet():
+            checkpoint.save(
+                {name: tensor.detach() for name, tensor in tensors.items()},
+                storage_writer=_writer(folder),
+                no_dist=not dist.is_initialized(),
+            )
+    except checkpoint.api.CheckpointException as error:  # no Exception, so that whoever catches those would let it pass
+        raise RuntimeError(f"{folder}: cannot be written\n{error}") from None
+
+
+def _writer(folder: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    class Writer(FileSystemWriter):
+        def write_data(self, *args: Any) -> Any:
+            with noticing_full_disk(folder):  # here: what caused an exception does not travel from rank to rank
+                return super().write_data(*args)
+
+    return Writer(folder, single_file_per_rank=True, sync_files=False)
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

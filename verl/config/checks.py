@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.config.fields import coerce, flat_values
-from verl.config.purpose import SFT, SFT_LR, TRAIN, Purpose
+from verl.config.purpose import ANY, SFT, SFT_LR, TRAIN, Purpose
 from verl.config.schema import Config
 from verl.config.support import refuse_unsupported
 from verl.errors import ConfigError
@@ -109,6 +109,7 @@ _RANGES: dict[str, _Range] = {
     "training.max_epochs": _COUNT,
     "training.save_interval": _COUNT_OR_ZERO,
     "training.keep_last": _COUNT_OR_ZERO,
+    "training.keep_best": _COUNT_OR_ZERO,
     "training.eval_interval": _COUNT_OR_ZERO,
     "training.max_restarts": _COUNT_OR_ZERO,
     "training.max_policy_lag": _COUNT_OR_ZERO,
@@ -148,6 +149,7 @@ def check_config(config: Config, *, purpose: Purpose = TRAIN, printer: Callable[
         _check_algorithm(config)
     _check_reward(config)
     _check_training(config)
+    _check_best(config, purpose)
     for line in _warnings(config, purpose):
         printer(f"config: warning: {line}")
 
@@ -251,6 +253,47 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             "multi_turn.state_tracking and multi_turn.context_window_size have no effect with multi_turn.enable=false"
         )
+
+
+def _check_best(config: Config, purpose: Purpose) -> None:
+    training = config.training
+    if training.best_metric is not None and not training.keep_best:
+        raise ConfigError(f"training.best_metric={training.best_metric} has no effect with training.keep_best=0; set keep_best=1")
+    if not training.keep_best:
+        return
+    if not config.data.val_files:
+        raise ConfigError(f"training.keep_best={training.keep_best} has no scores to go by; set data.val_files")
+    for key in ("save_interval", "eval_interval"):
+        if getattr(training, key) == 0:
+            raise ConfigError(
+                f"training.keep_best={training.keep_best} needs steps that are validated and saved, and training.{key}=0 is "
+                f"never; set training.{key}"
+            )
+    metric, known = best_metric(config, sft=purpose is SFT), validation_metrics(config, sft=purpose is SFT)
+    if purpose is not ANY and metric not in known:
+        raise ConfigError(
+            f"training.best_metric={metric} is not measured by this run's validation; use one of {', '.join(known)}"
+        )
+
+
+def best_metric(config: Config, *, sft: bool) -> str:
+    """The score that training.keep_best goes by."""
+    by_default = "val/loss" if sft else "val/reward" if config.reward.type == "custom" else "val/accuracy"
+    return config.training.best_metric or by_default
+
+
+SMALLER_IS_BETTER = ("val/loss", "val/truncated", "val/response_length")
+
+
+def validation_metrics(config: Config, *, sft: bool) -> list[str]:
+    """What validation logs: the names of `EvalSummary.metrics`, or of fine-tuning's validation."""
+    if sft:
+        return ["val/loss"]
+    names = ["accuracy", "reward", "response_length", "truncated", "completeness", "reasoning_steps"]
+    n = config.rollout.val_n
+    if n > 1:
+        names += [f"pass@{k}" for k in sorted({n, *(2**i for i in range(1, n.bit_length()) if 2**i <= n)})] + [f"maj@{n}"]
+    return [f"val/{name}" for name in names]
 
 
 def processes_asked_for(config: Config) -> int:

@@ -258,6 +258,12 @@ class TrainingConfig:
     """Steps between checkpoints. None: at the end only; 0: never."""
     keep_last: int = 2
     """Checkpoints kept, besides the one that the run was resumed from; 0 keeps all."""
+    keep_best: int = 0
+    """Checkpoints kept besides those for their score in validation; 0: none. Above 0 the link `best`, beside `last` in the
+    run's folder of checkpoints, follows the best. Only a step that is both validated and saved has a score."""
+    best_metric: str | None = None
+    """The score of keep_best, as it is logged: val/accuracy, val/reward, val/pass@4 and so on. None: val/accuracy, with
+    reward.type=custom val/reward, in `verl sft` val/loss. Of val/loss, val/truncated and val/response_length less is better."""
     eval_interval: int | None = None
     """Steps between validations. None: at the start and at the end; 0: never."""
     eval_before_training: bool = True

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,10 @@ START_DEADLINE_S = 300.0
 """Time for the processes of a pool to start and to find each other."""
 _GRACE_S = 3.0
 """When one rank has failed the others are heard for this long: the first to complain is often only the victim."""
+_CAUSE_S = 30.0
+"""The same while all that is known is a broken connection: a busy machine takes a while to report a death."""
+_END_S = 20.0
+"""Time for killed processes to be gone."""
 
 
 class RayRuntime:
@@ -124,12 +129,21 @@ class _Failure:
     user_error: UserError | None
 
 
+@dataclass(frozen=True)
+class _Place:
+    machine: str
+    pid: int
+    address: tuple[str, int]
+
+
 class _Host:
     """The actor: one rank's process, with a worker for each role."""
 
     def __init__(self, rank: int, world_size: int, device: str, threads: int, search_path: Sequence[str]) -> None:
         # What the driver can import can be imported here: a worker class beside its script, for one.
         sys.path.extend(entry for entry in search_path if entry not in sys.path)
+        # FSDP2 itself calls what this speaks of; the user of a run can do nothing about it.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
         self._peers: dict[str, Worker] = {}
         self._context = WorkerContext(rank=rank, world_size=world_size, device=device, peers=self._peers)  # type: ignore[arg-type]
         self._thread: int | None = None
@@ -138,13 +152,13 @@ class _Host:
 
             torch.set_num_threads(threads)
 
-    def address(self) -> tuple[str, int]:
-        """Of this process's machine, and a port that is free on it."""
+    def place(self) -> _Place:
+        """Where this process is, with a port that is free on its machine."""
         import ray
 
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            return _Place(socket.gethostname(), os.getpid(), (ray.util.get_node_ip_address(), probe.getsockname()[1]))
 
     def join(self, address: tuple[str, int], timeout_s: float) -> None:
         """Set up torch.distributed among the hosts of the pool; rank 0 has `address`."""
@@ -195,6 +209,7 @@ class _Pool:
         bundle = {"CPU": 1, **({"GPU": 1} if gpus else {})}
         self._placement = placement_group([bundle] * pool.num_workers, strategy="PACK")
         self.hosts: list[Any] = []
+        self._places: list[_Place] = []
         if not self._placement.wait(PLACEMENT_DEADLINE_S if _has_room(bundle, pool.num_workers) else 0):
             self.close()
             raise UserError(_no_room(pool, bundle))
@@ -206,18 +221,19 @@ class _Pool:
             options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
             host = actor.options(**options).remote(rank, pool.num_workers, pool.device, threads, search_path)
             self.hosts.append(host)
-        if pool.num_workers > 1:
-            self._join()
+        self._join()
 
     def _join(self) -> None:
         ray = _ray()
         try:
-            address = ray.get(self.hosts[0].address.remote(), timeout=START_DEADLINE_S)
-            ray.get([host.join.remote(address, 2 * START_DEADLINE_S) for host in self.hosts], timeout=START_DEADLINE_S)
+            self._places = ray.get([host.place.remote() for host in self.hosts], timeout=START_DEADLINE_S)
+            address = self._places[0].address
+            if len(self.hosts) > 1:
+                ray.get([host.join.remote(address, 2 * START_DEADLINE_S) for host in self.hosts], timeout=START_DEADLINE_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             self.close()
-            who = f"the {self.pool.num_workers} processes of pool {self.pool.name}"
-            raise WorkerLost(f"{who} do not find each other: {error}") from None
+            who = f"pool {self.pool.name}: its {self.pool.num_workers} processes"
+            raise WorkerLost(f"{who} did not start, or do not find each other: {' '.join(str(error).split())}") from None
 
     def run(self, role: str, host_method: str, stage: str, calls: Mapping[int, Call], timeout_s: float) -> _Running:
         """Call `host_method` of the hosts named in `calls`. Calls that are one object are sent once."""
@@ -256,6 +272,24 @@ class _Pool:
             ray.kill(host)
         self.hosts = []
         remove_placement_group(self._placement)
+        self._await_end()
+
+    def _await_end(self) -> None:
+        """Killing is asynchronous: wait until the processes of this machine, and the device memory they hold, are gone, since
+        what follows may be a restart. Those of other machines cannot be watched from here."""
+        deadline = time.monotonic() + _END_S
+        for place in self._places:
+            while place.machine == socket.gethostname() and _is_running(place.pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self._places = []
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def _has_room(bundle: Mapping[str, int], count: int) -> bool:
@@ -308,8 +342,8 @@ class _Running:
             except ray.exceptions.RayError as error:
                 answer = error
             if isinstance(answer, _Failure | Exception):
-                if not failures:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                grace = _CAUSE_S if _blame(answer) == _VICTIM else _GRACE_S
+                deadline = min(deadline, time.monotonic() + grace)
                 failures[rank] = answer
             else:
                 results[rank] = answer
@@ -325,11 +359,14 @@ class _Running:
         if isinstance(failure, _Failure) and failure.user_error is not None:
             return failure.user_error
         where = f"rank {rank} of {len(self._pool.hosts)} in {self._stage}"
+        if isinstance(failure, _Failure) and _blame(failure) == _VICTIM:
+            return WorkerLost(f"{where} lost its connection to another rank:\n{failure.traceback.rstrip()}")
         if isinstance(failure, _Failure):
             return WorkerError(f"{where} failed:\n{failure.traceback.rstrip()}")
-        if isinstance(failure, _ray().exceptions.RayActorError):
-            return WorkerLost(f"{where} died: {' '.join(str(failure).split())}")
-        return WorkerError(f"{where} could not be called:\n{_COLOURS.sub('', str(failure)).rstrip()}")
+        if isinstance(failure, _ray().exceptions.RayTaskError):
+            return WorkerError(f"{where} could not be called:\n{_COLOURS.sub('', str(failure)).rstrip()}")
+        # Whatever else Ray raises says that a process, a node, or a result that was there, is gone.
+        return WorkerLost(f"{where} died: {' '.join(str(failure).split())}")
 
     def _hung(self, ranks: list[int]) -> WorkerLost:
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(self._pool.hosts)}"
@@ -340,10 +377,18 @@ class _Running:
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_BROKEN = ("Connection closed by peer", "Connection reset", "ncclRemoteError", "DistNetworkError", "DistBackendError")
+_BROKEN = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset",
+    "ncclRemoteError",
+    "DistNetworkError",
+    "DistBackendError",
+)
+_DEAD, _CAUSE, _VICTIM = range(3)
 
 
 def _blame(failure: _Failure | Exception) -> int:
     if isinstance(failure, Exception):
-        return 0
-    return 2 if any(sign in failure.traceback for sign in _BROKEN) else 1
+        return _DEAD
+    return _VICTIM if any(sign in failure.traceback for sign in _BROKEN) else _CAUSE

@@ -9,6 +9,7 @@ from __future__ import annotations
 from verl.trainer.startup import gc_paused  # isort: skip
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ class RLTrainer:
         values, trajectories = validate(self.rollout, self.inputs.validation, self.inputs.reward, self.config)
         self.session.logger.log(self.global_step, values, kind="val")
         self.session.logger.log_samples(self.global_step, trajectories, kind="val")
+        self.session.validated(self.global_step, values)
         return values
 
     def check(self) -> str:
@@ -202,13 +204,18 @@ class RLTrainer:
             total_steps=total_steps,
         )
         self._position = self.loader.state_dict()  # of the batches whose step is done
-        self.runtime = start_runtime(config)
-        groups = spawn_workers(config, self.algorithm, total_steps, self.runtime)
-        self.actor, self.rollout = groups["actor"], groups["rollout"]
-        self.critic, self.reference = groups.get("critic"), groups.get("reference")
-        if session.resume_from is not None:
-            self._restore(session.resume_from, session.state)
-        session.restore_rng()
+        with ExitStack() as undo:
+            undo.callback(session.release)
+            undo.push(session.logger)
+            self.runtime = start_runtime(config)
+            undo.callback(self.runtime.shutdown)
+            groups = spawn_workers(config, self.algorithm, total_steps, self.runtime)
+            self.actor, self.rollout = groups["actor"], groups["rollout"]
+            self.critic, self.reference = groups.get("critic"), groups.get("reference")
+            if session.resume_from is not None:
+                self._restore(session.resume_from, session.state)
+            session.restore_rng()
+            undo.pop_all()  # only what fails here is undone here: `run` ends the rest
         self.session = session  # last: a trainer that has one is ready
 
     def save(self) -> Path:

@@ -34,6 +34,8 @@ def with_restarts(trainer: Restartable) -> RunResult:
             latest = session.checkpoints.latest() if session is not None else None
             if attempt == restarts:
                 hint = f"start the run again to go on from {latest}" if latest else "there is no checkpoint to go on from"
+                if session is None:
+                    hint = "the run had not begun; start it again"
                 raise WorkerLost(f"{error}\n{hint}; training.max_restarts=1 would start it again by itself") from None
             print(f"{error}\nrestart {attempt + 1} of {restarts}, from {latest or 'where it began'}", file=sys.stderr, flush=True)
             if latest is not None:

@@ -13,9 +13,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from verl.checkpoint.manager import CheckpointManager, check_integrity, damaged_checkpoints, newest_checkpoint, resolve_checkpoint
+from verl.checkpoint.manager import (
+    CheckpointManager,
+    KeepBest,
+    check_integrity,
+    damaged_checkpoints,
+    newest_checkpoint,
+    resolve_checkpoint,
+)
 from verl.checkpoint.rng import rng_state, set_rng_state
 from verl.config import Config, config_to_yaml
+from verl.config.checks import SMALLER_IS_BETTER, best_metric
 from verl.config.fields import flat_values
 from verl.data.rows import digest_of
 from verl.errors import UserError
@@ -163,7 +171,10 @@ class RunSession:
         self._lock = _lock(run_dir)
         link = Path(training.last_link) if training.last_link else None
         # First, since it completes or clears what a killed run left there.
-        self.checkpoints = CheckpointManager(run_dir / "checkpoints", keep_last=training.keep_last, last_link=link)
+        self.checkpoints = CheckpointManager(
+            run_dir / "checkpoints", keep_last=training.keep_last, last_link=link, keep_best=_keep_best(config, kind)
+        )
+        self._validated: tuple[int, Mapping[str, float]] = (-1, {})
         plan = plan_session(config, algorithm=algorithm, kind=kind, total_steps=total_steps)
         self.run_dir, self.resume_from, self.state, self.start_step = run_dir, plan.resume_from, plan.state, plan.start_step
         run_info(run_dir, config_to_yaml(config))
@@ -193,9 +204,14 @@ class RunSession:
             self._digest = digest_of(self.config.data.train_files)
         return self._digest
 
+    def validated(self, step: int, values: Mapping[str, float]) -> None:
+        """Take note of what validation measured at `step`, for the checkpoint of that step."""
+        self._validated = (step, values)
+
     def save(self, step: int, state: dict[str, Any], write_models: Callable[[Path], None]) -> Path:
         """One atomic checkpoint: models by `write_models`, the driver's `state`, random number generators."""
-        with self.checkpoints.saving(step) as folder:
+        at, measured = self._validated
+        with self.checkpoints.saving(step, measured if at == step else {}) as folder:
             write_models(folder)
             record = {**state, "rng": rng_state(), "step": step, "config": flat_values(self.config)}
             record["data_digest"] = self._data_digest()
@@ -223,14 +239,24 @@ class RunSession:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Also ends what never began: a session whose workers could not be started."""
         self._interrupt.restore()
+        self.release()
+
+    def release(self) -> None:
+        """Give the run's folder free: another run may write there."""
         self._lock.close()
 
     def restore_rng(self) -> None:
         """Put the random number generators back to where the checkpoint left them."""
         if self.resume_from is not None:
             set_rng_state(self.state["rng"])
+
+
+def _keep_best(config: Config, kind: str) -> KeepBest | None:
+    if not config.training.keep_best:
+        return None
+    metric = best_metric(config, sft=kind == "sft")
+    return KeepBest(number=config.training.keep_best, metric=metric, smaller_is_better=metric in SMALLER_IS_BETTER)
 
 
 def _lock(run_dir: Path) -> IO[str]:

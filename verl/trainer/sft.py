@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl.trainer.startup import gc_paused  # isort: skip
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class SFTTrainer:
             total, count = total - float(logprobs.double().sum()), count + logprobs.numel()
         values = {"val/loss": total / count}
         self.session.logger.log(self.global_step, values, kind="val")
+        self.session.validated(self.global_step, values)
         return values
 
     def check(self) -> str:
@@ -134,14 +136,19 @@ class SFTTrainer:
             prefetch=config.data.prefetch,
             total_steps=self.total_steps,
         )
-        self.runtime = start_runtime(config)
-        spec = WorkerSpec(ActorWorker, {"config": config, "total_updates": self.total_steps})
-        self.actor = self.runtime.spawn(resource_pool(config), {"actor": spec})["actor"]
-        if session.resume_from is not None:
-            self.actor.load(session.resume_from / "actor")
-            self.loader.load_state_dict(session.state["loader"])
-            self.global_step = session.start_step
-        session.restore_rng()
+        with ExitStack() as undo:
+            undo.callback(session.release)
+            undo.push(session.logger)
+            self.runtime = start_runtime(config)
+            undo.callback(self.runtime.shutdown)
+            spec = WorkerSpec(ActorWorker, {"config": config, "total_updates": self.total_steps})
+            self.actor = self.runtime.spawn(resource_pool(config), {"actor": spec})["actor"]
+            if session.resume_from is not None:
+                self.actor.load(session.resume_from / "actor")
+                self.loader.load_state_dict(session.state["loader"])
+                self.global_step = session.start_step
+            session.restore_rng()
+            undo.pop_all()  # only what fails here is undone here: `run` ends the rest
         self.session = session  # last: a trainer that has one is ready
 
     def save(self) -> Path:

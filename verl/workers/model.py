@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from verl.checkpoint.manager import noticing_full_disk
 from verl.config.schema import Config, ModelConfig, OptimizerConfig
 from verl.controller import Worker, WorkerContext, WorkerLayout, all_ranks, data_parallel, register
 from verl.data.batch import TokenBatch
@@ -41,7 +42,7 @@ class TrainableWorker(ModelWorker):
 
     @register(dispatch=all_ranks)
     def save(self, folder: Path) -> None:
-        with self.engine.resident(optimizer=True):
+        with self.engine.resident(optimizer=True), noticing_full_disk(folder):
             self.engine.save(folder)
 
     @register(dispatch=all_ranks)
@@ -52,7 +53,7 @@ class TrainableWorker(ModelWorker):
     @register(dispatch=all_ranks)
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model folder, tokenizer included."""
-        with self.engine.resident():
+        with self.engine.resident(), noticing_full_disk(folder):
             self.engine.export(folder)
 
 
