@@ -227,7 +227,8 @@ def test_a_critic_with_checkpointing_trains_alike_in_parts(way, groups, tmp_path
     _, _, family, sizes = WAYS[way]
     folder = str(save_tiny_model(tmp_path / "model", family, tokenizer=True, **sizes))
     generator = torch.Generator().manual_seed(0)
-    head = {"weight": torch.randn(1, sizes.get("hidden_size", 32), generator=generator), "bias": torch.randn(1, generator=generator)}
+    width = sizes.get("hidden_size", 32)
+    head = {"weight": torch.randn(1, width, generator=generator), "bias": torch.randn(1, generator=generator)}
     save_file(head, Path(folder) / "value_head.safetensors")
     whole, group = engines(groups, folder, way, head="value", checkpointing=True)
     given = batch([20, 5, 5, 17, 9])

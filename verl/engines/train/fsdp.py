@@ -346,7 +346,7 @@ class FSDPEngine:
         packing = Packing(lengths, self.device, contexts)
         own = input_ids.shape[0] if shares is None else input_ids.shape[0] // shares.tokens.size
         input_ids, rows, scored = (x.to(self.device) for x in (input_ids, rows, scored))
-        return _Row(batch, input_ids, rows, scored, packing, (own, self._body.config.hidden_size))
+        return _Row(batch, input_ids, rows, scored, packing, (1, own, self._body.config.hidden_size))
 
     def _pass(self, row: _Row, entropy: bool, received: Tensor | None) -> ModelOutputs | Tensor:
         """One packed pass over a micro-batch: outputs on the device, or on stages but the last what the next one gets."""
@@ -372,7 +372,7 @@ class _Row:
     scored: Tensor
     """[N] their places in the batch."""
     packing: Packing
-    shape: tuple[int, int]
+    shape: tuple[int, int, int]
     """Of the hidden states that a rank has between layers."""
 
 

@@ -2,7 +2,7 @@
 
 Training follows 1F1B (Narayanan et al. 2021, PipeDream-Flush): a stage starts with as many forward passes as there are
 stages after it, then alternates, so it never keeps more micro-batches than that plus one. Stages send each other hidden
-states [R, D] and their gradients, nothing else; every stage of a replica is given the same batch.
+states [1, R, D] and their gradients, nothing else; every stage of a replica is given the same batch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def cut(module: nn.Module, body: nn.Module, plan: StagePlan, stage: int, *, is_t
 
 class HasShape(Protocol):
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int, int]:
         """Of the hidden states between stages."""
         ...
 
@@ -119,7 +119,7 @@ class Pipeline:
         alive: deque[tuple[Tensor | None, Tensor]] = deque()
         done = 0  # backward passes
 
-        def shape(i: int) -> tuple[int, int]:
+        def shape(i: int) -> tuple[int, int, int]:
             return row(i).shape
 
         def forward(i: int, inlet: Tensor | None) -> Tensor:
@@ -149,7 +149,7 @@ class Pipeline:
         for _ in range(ahead):
             self._send(-1, backward(self._receive(1, shape(done))))
 
-    def _receive(self, step: int, shape: tuple[int, int]) -> Tensor | None:
+    def _receive(self, step: int, shape: tuple[int, int, int]) -> Tensor | None:
         """From the stage before (-1) or after (1); None from beyond the ends."""
         if not 0 <= self._stages.rank + step < self._stages.size:
             return None
@@ -165,7 +165,7 @@ class Pipeline:
         send_to: int | None = None,
         tensor: Tensor | None = None,
         receive_from: int | None = None,
-        shape: tuple[int, int] | None = None,
+        shape: tuple[int, int, int] | None = None,
     ) -> tuple[Tensor, ...]:
         """Send and receive at once: neighbours that both began with a send would wait for each other."""
         group, mine = self._stages.group, self._stages.rank

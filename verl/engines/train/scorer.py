@@ -52,13 +52,14 @@ class Scorer(nn.Module):
         """`input_ids` [R]; `rows` [N]: tokens to score, each with a token before it. -> (log-probs, or values, [R], 0 where
         nothing is scored; entropies [R] or None), float32.
 
-        On stages but the last: (hidden states [own tokens, D], None). `received`: those of the stage before.
+        On stages but the last: (hidden states [1, own tokens, D], None). `received`: those of the stage before.
         """
         count = input_ids.shape[0]
         own = slice(0, count) if self.shares is None else self.shares.mine(count)
         hidden = self._hidden_states(packed_inputs(input_ids, packing, self.shares), received)
         if not self.is_last:
             return hidden, None
+        hidden = hidden[0]
         if self.shares is None:
             return self._scores(hidden, input_ids, rows, entropy)
         # A token is scored where the one before it is; numbers count from this rank's first token.
@@ -84,7 +85,7 @@ class Scorer(nn.Module):
         )
 
     def _hidden_states(self, inputs: dict, received: Tensor | None) -> Tensor:
-        """[own tokens, D] hidden states: final ones in the compute dtype, or those for the next stage in float32.
+        """[1, own tokens, D] hidden states: final ones in the compute dtype, or those for the next stage in float32.
 
         In half precision the residual stream stays float32, as the rollout engine keeps it: sixty roundings of it would
         make two passes over the same tokens differ by far more than their matrix products do.
@@ -92,14 +93,14 @@ class Scorer(nn.Module):
         (body,), (inlet,) = self._body_of, self._inlet
         if inlet is not None:
             assert received is not None
-            inlet.inlet = received[None]
+            inlet.inlet = received
             # The layers take it from there; the body wants to know a shape and a dtype.
             del inputs["input_ids"]
-            inputs["inputs_embeds"] = received.detach()[None]
+            inputs["inputs_embeds"] = received.detach()
         if self.compute_dtype == torch.float32:
-            return body(**inputs).last_hidden_state[0]
+            return body(**inputs).last_hidden_state
         if inlet is None:
             inputs["inputs_embeds"] = body.get_input_embeddings()(inputs.pop("input_ids")).float()
         with torch.autocast(inputs["inputs_embeds"].device.type, dtype=self.compute_dtype):
-            hidden = body(**inputs).last_hidden_state[0]
+            hidden = body(**inputs).last_hidden_state
         return hidden.to(self.compute_dtype) if self.is_last else hidden
