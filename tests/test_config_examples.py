@@ -83,11 +83,16 @@ def test_sections_of_the_tutorial_for_later_versions_are_refused_by_name():
         "max_turns=8",
         "context_window_size=4096",
         "state_tracking=true",
-        "parallel.tensor_model_parallel_size=2",
     ):
         key = override.split("=")[0]
         with pytest.raises(ConfigError, match=rf"^{key}=.* is understood but not supported in this version"):
             load_config(ROOT / "config/math_train.yaml", [override], printer=[].append)
+
+
+def test_parallel_section_of_the_tutorial_for_several_gpus():
+    overrides = [f"parallel.{key}" for key in ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")]
+    config = load_config(ROOT / "config/math_train.yaml", [*overrides, "parallel.n_gpus_per_node=4"], printer=[].append)
+    assert (config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size) == (2, 2)
 
 
 def test_memory_section_of_the_tutorial():

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -110,7 +110,7 @@ def _connect(num_cpus: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterable[None]:
+def _quiet_stderr() -> Iterator[None]:
     """Ray speaks of usage statistics and of /dev/shm while it starts; its exceptions come as exceptions."""
     before = os.environ.get("RAY_USAGE_STATS_ENABLED")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -206,7 +206,7 @@ class _Pool:
 
         self.pool = pool
         gpus = 1 if pool.device.startswith("cuda") else 0
-        bundle = {"CPU": 1, **({"GPU": 1} if gpus else {})}
+        bundle: dict[str, float] = {"CPU": 1, **({"GPU": 1} if gpus else {})}
         self._placement = placement_group([bundle] * pool.num_workers, strategy="PACK")
         self.hosts: list[Any] = []
         self._places: list[_Place] = []
@@ -292,14 +292,14 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _has_room(bundle: Mapping[str, int], count: int) -> bool:
+def _has_room(bundle: Mapping[str, float], count: int) -> bool:
     total = _ray().cluster_resources()
     return all(total.get(kind, 0) >= amount * count for kind, amount in bundle.items())
 
 
-def _no_room(pool: ResourcePool, bundle: Mapping[str, int]) -> str:
+def _no_room(pool: ResourcePool, bundle: Mapping[str, float]) -> str:
     total = _ray().cluster_resources()
-    needs = " and ".join(f"{pool.num_workers} x {amount} {kind}" for kind, amount in bundle.items())
+    needs = " and ".join(f"{pool.num_workers} x {amount:g} {kind}" for kind, amount in bundle.items())
     has = ", ".join(f"{total.get(kind, 0):g} {kind}" for kind in bundle)
     return (
         f"pool {pool.name} needs {needs}, and the Ray cluster has {has} in all; ask for fewer ranks (parallel.*), "
