@@ -13,6 +13,7 @@ from verl.config import load_config
 from verl.config.purpose import SFT as SFT_COMMAND
 from verl.config.purpose import TRAIN
 from verl.planning.activations import tracer
+from verl.planning.command import usual_layout
 from verl.planning.layout import SWITCHES, USABLE_SHARE, choose, layouts, micro_batches
 from verl.planning.memory import GIB, Layout, Plan, Switches, Workload, estimate, model_shape, state_bytes
 
@@ -223,6 +224,20 @@ def test_layouts_divide_the_model(small):
     assert micro_batches(5000, (16384, 8192, 4096)) == [16384, 8192]
 
 
+@pytest.mark.parametrize(
+    ("billions", "layout"),
+    [
+        (0.6, "data-parallel alone"),
+        (9.9, "data-parallel alone"),
+        (10, "2- to 4-way tensor-parallel"),
+        (100, "2- to 4-way tensor-parallel"),
+        (101, "tensor-parallel with pipeline stages"),
+    ],
+)
+def test_the_rule_of_thumb_by_size(billions, layout):
+    assert usual_layout(int(billions * 1e9)) == layout
+
+
 def plan_command(capsys, *argv):
     """(exit code, stdout, stderr)"""
     from verl.cli import main
@@ -260,7 +275,16 @@ def test_report(folder, capsys, options):
     code, out, err = plan_command(capsys, folder(qwen3_600m()), "--gpu-memory", 141, *options)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= WIDTH
-    for word in ("596 million parameters", "weights", "optimizer", "gradients", "activations", "total", "Layout"):
+    for word in (
+        "596 million parameters",
+        "weights",
+        "optimizer",
+        "gradients",
+        "activations",
+        "total",
+        "Layout",
+        "usual at this size: data-parallel alone",
+    ):
         assert word in out
     assert ("Key-value cache" in out) == ("--sft" not in options)
     keys = out.split("Overrides:\n")[1].replace("\\", "").split()

@@ -216,6 +216,9 @@ def local_runs(inputs, tmp_path_factory) -> Path:
         {"pipeline_model_parallel_size": 2},
         {"sequence_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"rollout_devices": 1},
+        {"data_parallel_size": 2, "rollout_devices": 2},
+        {"pipeline_model_parallel_size": 2, "rollout_devices": 1},
     ],
     ids=lambda parallel: " ".join(f"{name.split('_')[0]} {size}" for name, size in parallel.items()) or "one",
 )
@@ -286,6 +289,16 @@ def test_a_killed_rank_ends_the_run_with_its_last_checkpoint_named(inputs, tmp_p
         trainer.fit()
     assert time.monotonic() - started < 60 and hosts() == []
     check_integrity((tmp_path / "checkpoints" / "last").resolve())
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "generator"])
+def test_a_death_in_either_of_two_pools_is_told(rank, inputs, local_runs, tmp_path, capsys):
+    config = keys(inputs, tmp_path, algorithm__kl_loss_coef=0.01, parallel__rollout_devices=1)
+    trainer = GRPOTrainer(inputs["model"], config=config | {"training.save_interval": 2, "training.max_restarts": 1})
+    kill_at(trainer, 3, rank)
+    assert trainer.fit().step == 5
+    assert f"in {('actor', 'rollout')[rank]}." in capsys.readouterr().err
+    assert_alike(tmp_path, local_runs / "grpo", 1e-4)
 
 
 def test_a_run_starts_again_by_itself_and_ends_the_same(inputs, local_runs, tmp_path, capsys):

@@ -25,6 +25,10 @@ class WorkerLost(WorkerError):
     """A rank's process died, or gave no answer within the limit. Starting again from a checkpoint may help."""
 
 
+class ConnectionLost(WorkerLost):
+    """A rank lost its connection to another: most likely the other is the one to blame."""
+
+
 class MissingExtraError(UserError):
     """An optional dependency is not installed; the message holds the install line."""
 

@@ -119,6 +119,7 @@ _RANGES: dict[str, _Range] = {
     "parallel.sequence_parallel_size": _COUNT,
     "parallel.data_parallel_size": _COUNT,
     "parallel.fsdp_size": _COUNT,
+    "parallel.rollout_devices": _COUNT,
     "parallel.nnodes": _COUNT,
     "parallel.n_gpus_per_node": _COUNT,
     "tracking.log_samples": _COUNT_OR_ZERO,
@@ -150,6 +151,10 @@ def check_config(config: Config, *, purpose: Purpose = TRAIN, printer: Callable[
     _check_reward(config)
     _check_training(config)
     _check_best(config, purpose)
+    if purpose is SFT and config.parallel.rollout_devices is not None:
+        raise ConfigError(
+            f"parallel.rollout_devices={config.parallel.rollout_devices}: fine-tuning generates nothing; leave it out"
+        )
     for line in _warnings(config, purpose):
         printer(f"config: warning: {line}")
 
@@ -299,7 +304,8 @@ def validation_metrics(config: Config, *, sft: bool) -> list[str]:
 def processes_asked_for(config: Config) -> int:
     """By the section `parallel` alone, whatever devices there are."""
     parallel = config.parallel
-    return max((parallel.data_parallel_size or 1) * replica_size(config), parallel.nnodes * (parallel.n_gpus_per_node or 1))
+    training = (parallel.data_parallel_size or 1) * replica_size(config)
+    return max(training + (parallel.rollout_devices or 0), parallel.nnodes * (parallel.n_gpus_per_node or 1))
 
 
 def replica_size(config: Config) -> int:

@@ -290,6 +290,9 @@ class ParallelConfig:
     """Ranks that share a batch, each with a slice of the model (FSDP). None: what the devices leave; one on CPUs."""
     fsdp_size: int | None = None
     """Ranks that hold one sliced copy of the model; between such groups it is replicated (HSDP). None: all ranks."""
+    rollout_devices: int | None = None
+    """Of all devices this many only generate, each with the whole model, and take the weights from the others (separated); on
+    CPUs so many more processes. None: generation and training take turns on the same devices (colocated)."""
     nnodes: int = 1
     """Machines."""
     n_gpus_per_node: int | None = None

@@ -3,7 +3,7 @@
 from verl.controller.dispatch import Call, DispatchPlan, WorkerLayout, all_ranks, all_to_all, data_parallel, one_to_all, rank_zero
 from verl.controller.local import LocalRuntime
 from verl.controller.runtime import ResourcePool, Runtime, WorkerSpec
-from verl.controller.worker import Worker, WorkerContext, WorkerGroup, register
+from verl.controller.worker import Worker, WorkerContext, WorkerGroup, register, wait_for
 from verl.errors import WorkerError, WorkerLost
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "one_to_all",
     "rank_zero",
     "register",
+    "wait_for",
 ]

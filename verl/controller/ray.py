@@ -10,6 +10,7 @@ collective operation for ever, so the runtime has to be shut down after that.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any
 from verl.controller.dispatch import Call
 from verl.controller.runtime import ResourcePool, WorkerSpec
 from verl.controller.worker import Worker, WorkerContext, WorkerGroup
-from verl.errors import UserError, WorkerError, WorkerLost
+from verl.errors import ConnectionLost, UserError, WorkerError, WorkerLost
 
 PLACEMENT_DEADLINE_S = 120.0
 """Time for a cluster to find room for a pool."""
@@ -61,7 +62,7 @@ class RayRuntime:
             UserError: the cluster has no room for the pool; or what a worker's constructor raised.
             WorkerError: a constructor failed otherwise, or a process died.
         """
-        started = _Pool(pool)
+        started = _Pool(pool, taken=[other.pool for other in self._pools])
         self._pools.append(started)
         groups = {}
         try:
@@ -145,7 +146,8 @@ class _Host:
         # FSDP2 itself calls what this speaks of; the user of a run can do nothing about it.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
         self._peers: dict[str, Worker] = {}
-        self._context = WorkerContext(rank=rank, world_size=world_size, device=device, peers=self._peers)  # type: ignore[arg-type]
+        address = _ray().util.get_node_ip_address()
+        self._context = WorkerContext(rank=rank, world_size=world_size, device=device, address=address, peers=self._peers)  # type: ignore[arg-type]
         self._thread: int | None = None
         if device == "cpu":
             import torch
@@ -154,11 +156,9 @@ class _Host:
 
     def place(self) -> _Place:
         """Where this process is, with a port that is free on its machine."""
-        import ray
-
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return _Place(socket.gethostname(), os.getpid(), (ray.util.get_node_ip_address(), probe.getsockname()[1]))
+            return _Place(socket.gethostname(), os.getpid(), (self._context.address, probe.getsockname()[1]))
 
     def join(self, address: tuple[str, int], timeout_s: float) -> None:
         """Set up torch.distributed among the hosts of the pool; rank 0 has `address`."""
@@ -199,26 +199,26 @@ class _Host:
 class _Pool:
     """A placement group and its hosts."""
 
-    def __init__(self, pool: ResourcePool) -> None:
+    def __init__(self, pool: ResourcePool, taken: Sequence[ResourcePool]) -> None:
+        """`taken`: the pools that already hold a part of the cluster."""
         ray = _ray()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.pool = pool
-        gpus = 1 if pool.device.startswith("cuda") else 0
-        bundle: dict[str, float] = {"CPU": 1, **({"GPU": 1} if gpus else {})}
+        bundle = _bundle(pool)
         self._placement = placement_group([bundle] * pool.num_workers, strategy="PACK")
         self.hosts: list[Any] = []
         self._places: list[_Place] = []
-        if not self._placement.wait(PLACEMENT_DEADLINE_S if _has_room(bundle, pool.num_workers) else 0):
+        if not self._placement.wait(PLACEMENT_DEADLINE_S if _has_room([pool, *taken]) else 0):
             self.close()
-            raise UserError(_no_room(pool, bundle))
+            raise UserError(_no_room(pool, taken))
         threads = pool.threads or max(1, len(os.sched_getaffinity(0)) // pool.num_workers)
         search_path = [entry or os.getcwd() for entry in sys.path]
         actor = ray.remote(concurrency_groups={"watch": 1})(_Host)
         for rank in range(pool.num_workers):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-            options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
+            options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
             host = actor.options(**options).remote(rank, pool.num_workers, pool.device, threads, search_path)
             self.hosts.append(host)
         self._join()
@@ -292,17 +292,26 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _has_room(bundle: Mapping[str, float], count: int) -> bool:
-    total = _ray().cluster_resources()
-    return all(total.get(kind, 0) >= amount * count for kind, amount in bundle.items())
+def _bundle(pool: ResourcePool) -> dict[str, float]:
+    """What one rank of the pool takes of a cluster."""
+    return {"CPU": 1, "GPU": 1} if pool.device.startswith("cuda") else {"CPU": 1}
 
 
-def _no_room(pool: ResourcePool, bundle: Mapping[str, float]) -> str:
+def _has_room(pools: Sequence[ResourcePool]) -> bool:
     total = _ray().cluster_resources()
+    needs = collections.Counter[str]()
+    for pool in pools:
+        needs.update({kind: pool.num_workers for kind in _bundle(pool)})
+    return all(total.get(kind, 0) >= amount for kind, amount in needs.items())
+
+
+def _no_room(pool: ResourcePool, taken: Sequence[ResourcePool]) -> str:
+    total, bundle = _ray().cluster_resources(), _bundle(pool)
     needs = " and ".join(f"{pool.num_workers} x {amount:g} {kind}" for kind, amount in bundle.items())
     has = ", ".join(f"{total.get(kind, 0):g} {kind}" for kind in bundle)
+    others = "".join(f", of which pool {other.name} takes {other.num_workers}" for other in taken)
     return (
-        f"pool {pool.name} needs {needs}, and the Ray cluster has {has} in all; ask for fewer ranks (parallel.*), "
+        f"pool {pool.name} needs {needs}, and the Ray cluster has {has} in all{others}; ask for fewer ranks (parallel.*), "
         "add nodes, or end what else runs there"
     )
 
@@ -360,7 +369,7 @@ class _Running:
             return failure.user_error
         where = f"rank {rank} of {len(self._pool.hosts)} in {self._stage}"
         if isinstance(failure, _Failure) and _blame(failure) == _VICTIM:
-            return WorkerLost(f"{where} lost its connection to another rank:\n{failure.traceback.rstrip()}")
+            return ConnectionLost(f"{where} lost its connection to another rank:\n{failure.traceback.rstrip()}")
         if isinstance(failure, _Failure):
             return WorkerError(f"{where} failed:\n{failure.traceback.rstrip()}")
         if isinstance(failure, _ray().exceptions.RayTaskError):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from verl.controller.dispatch import Call, Dispatch, WorkerLayout
+from verl.errors import ConnectionLost, WorkerError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__verl_registration__"
@@ -44,6 +45,8 @@ class WorkerContext:
     world_size: int
     """Ranks of the pool. With more than one, in processes of their own, `torch.distributed` is set up among them."""
     device: str
+    address: str = "127.0.0.1"
+    """Under which other processes of the run reach this one."""
     peers: dict[str, Any] = field(default_factory=dict)
     """Role -> worker of the same rank, in the same process: the groups colocated with this one, in the
     order of their creation. The hybrid engine is built on it: the rollout worker finds the actor here."""
@@ -85,6 +88,22 @@ class _Gathering:
 
     def result(self) -> Any:
         return self.gather(self.results.result())
+
+
+def wait_for(*pending: Pending) -> list[Any]:
+    """The results of calls that run side by side, perhaps on groups that wait for each other.
+
+    Where several fail, the failure that is the cause is raised, not a connection that broke because of it.
+    """
+    results, errors = [], []
+    for call in pending:
+        try:
+            results.append(call.result())
+        except WorkerError as error:
+            errors.append(error)
+    if errors:
+        raise next((error for error in errors if not isinstance(error, ConnectionLost)), errors[0])
+    return results
 
 
 class WorkerGroup:

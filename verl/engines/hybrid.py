@@ -3,13 +3,14 @@
 Where both live in one process and the model is not sliced, the native engine reads the trainer's own parameters, so a
 sync moves nothing: it only drops caches made with the old weights and takes the new version number. Any other engine is
 handed a stream of whole tensors under Hugging Face names: slices are cast to the rollout's dtype, then gathered bucket by
-bucket, the next one on its way while the last is loaded, so the extra memory is two buckets whatever the model's size.
-Every sync ends with a comparison of both sides' fingerprints.
+bucket, the next one on its way while the last is loaded, so the extra memory is two buckets whatever the model's size. A
+generator on other devices gets the same stream over a link (`weight_link`). Every sync ends with a comparison of both
+sides' fingerprints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ def sync_weights(source: TrainEngine, target: RolloutEngine, *, version: int, sh
             yield name, tensor
 
     target.load_weights(stream(), version)
+    check_arrival(sent, target, version)
+
+
+def check_arrival(sent: Mapping[str, Tensor | int], target: RolloutEngine, version: int) -> None:
+    """Compare the fingerprints of what was sent with those of what `target` now generates with.
+
+    Raises:
+        RuntimeError: weights did not arrive as they were sent.
+    """
     arrived = {name: fingerprint(tensor) for name, tensor in target.named_weights() if name in sent}
     if missing := sorted(sent.keys() - arrived.keys()):
         raise RuntimeError(f"weight sync {version}: the rollout engine has no {missing[0]} ({len(missing)} weights are missing)")

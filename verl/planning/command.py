@@ -203,6 +203,7 @@ def report(model: str, shape: ModelShape, workload: Workload, best: Estimate, me
     lines += [
         "",
         f"Layout: {_layout(plan.layout)}",
+        f"  (usual at this size: {usual_layout(shape.parameters)})",
         f"Micro-batches of {plan.micro_batch:,} tokens",
         f"Memory switches: {', '.join(switched_on(plan.switches)) or 'none needed'}",
         "",
@@ -210,6 +211,15 @@ def report(model: str, shape: ModelShape, workload: Workload, best: Estimate, me
         *_wrapped(keys),
     ]
     return "\n".join(lines)
+
+
+def usual_layout(parameters: int) -> str:
+    """The rule of thumb by size, for comparison: the layout that a plan recommends is the cheapest that fits its estimate."""
+    if parameters < 10e9:
+        return "data-parallel alone"
+    if parameters <= 100e9:
+        return "2- to 4-way tensor-parallel"
+    return "tensor-parallel with pipeline stages"
 
 
 def _what_would_help(

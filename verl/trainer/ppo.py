@@ -30,7 +30,7 @@ from verl.observe.timing import Timer
 from verl.trainer.configure import configure
 from verl.trainer.inputs import RLInputs, load_rl_inputs, planned_steps, resolve_models
 from verl.trainer.restarts import with_restarts
-from verl.trainer.roles import closing_runtime, spawn_workers, start_runtime
+from verl.trainer.roles import closing_runtime, spawn_workers, start_runtime, sync_weights
 from verl.trainer.rollouts import derive_seed, generate, training_sampling
 from verl.trainer.session import RunResult, RunSession, plan_session
 from verl.trainer.stats import batch_metrics, policy_kl_sample
@@ -116,7 +116,7 @@ class RLTrainer:
                     parts.append(policy_kl_sample(self.actor, batch, self.config))
                 with timer("update_weights"):
                     self.policy_version += 1
-                    self.rollout.sync_weights(self.policy_version)
+                    sync_weights(self.config, self.actor, self.rollout, self.policy_version)
         self.global_step += 1
         self._adapt_kl(advantage_metrics, batch.num_sequences)
         self.session.logger.log_samples(self.global_step, trajectories)
@@ -242,7 +242,7 @@ class RLTrainer:
         self.global_step, self.policy_version = state["step"], state["policy_version"]
         if state["kl_controller"] is not None:
             self.kl_controller = KLController(**state["kl_controller"])
-        self.rollout.sync_weights(self.policy_version)
+        sync_weights(self.config, self.actor, self.rollout, self.policy_version)
 
 
 class PPOTrainer(RLTrainer):

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from verl.algorithms.spec import Algorithm
 from verl.config.checks import processes_asked_for, replica_size
 from verl.config.schema import Config
-from verl.controller import LocalRuntime, ResourcePool, Runtime, WorkerGroup, WorkerSpec
+from verl.controller import LocalRuntime, ResourcePool, Runtime, WorkerGroup, WorkerSpec, wait_for
 from verl.engines.train.loading import resolve_device
 from verl.errors import ConfigError
 
 
 def spawn_workers(config: Config, algorithm: Algorithm, total_steps: int, runtime: Runtime) -> dict[str, WorkerGroup]:
-    """The groups actor, critic and reference (as the algorithm needs them) and rollout, colocated on one pool."""
+    """The groups actor, critic and reference (as the algorithm needs them) and rollout: colocated on one pool, or the last
+    on a pool of its own."""
     from verl.workers.model import ActorWorker, CriticWorker, ReferenceWorker
     from verl.workers.rollout import RolloutWorker
 
@@ -27,8 +28,21 @@ def spawn_workers(config: Config, algorithm: Algorithm, total_steps: int, runtim
     if algorithm.uses_critic:
         critic_updates = total_steps * algorithm.critic_updates.updates_per_step(prompts)
         roles["critic"] = WorkerSpec(CriticWorker, {"config": config, "total_updates": critic_updates})
-    roles["rollout"] = WorkerSpec(RolloutWorker, {"config": config})
-    return runtime.spawn(resource_pool(config), roles)
+    generators = rollout_pool(config)
+    if generators is None:
+        roles["rollout"] = WorkerSpec(RolloutWorker, {"config": config})
+        return runtime.spawn(resource_pool(config), roles)
+    groups = runtime.spawn(resource_pool(config), roles)
+    source = groups["actor"].open_link(generators.num_workers, config.training.worker_timeout_s)
+    return groups | runtime.spawn(generators, {"rollout": WorkerSpec(RolloutWorker, {"config": config, "source": source})})
+
+
+def sync_weights(config: Config, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> None:
+    """Give the generator the actor's weights, as policy `version`."""
+    if config.parallel.rollout_devices is None:
+        wait_for(rollout.sync_weights(version))
+    else:
+        wait_for(actor.send_weights(version), rollout.sync_weights(version))
 
 
 def start_runtime(config: Config) -> Runtime:
@@ -37,7 +51,8 @@ def start_runtime(config: Config) -> Runtime:
         return LocalRuntime()
     from verl.controller.ray import RayRuntime
 
-    return RayRuntime(timeout_s=config.training.worker_timeout_s, num_cpus=max(count_cpus(), count_ranks(config)))
+    ranks = count_ranks(config) + (config.parallel.rollout_devices or 0)
+    return RayRuntime(timeout_s=config.training.worker_timeout_s, num_cpus=max(count_cpus(), ranks))
 
 
 @contextmanager
@@ -50,12 +65,21 @@ def closing_runtime(runtime: Runtime) -> Iterator[None]:
 
 
 def resource_pool(config: Config) -> ResourcePool:
-    """The pool that all roles of a run share."""
+    """The pool that all roles of a run share, or with parallel.rollout_devices all that do not generate."""
     return ResourcePool(num_workers=count_ranks(config), device=str(resolve_device(config.training.device)))
 
 
+def rollout_pool(config: Config) -> ResourcePool | None:
+    """The pool that only generates, if there is one."""
+    if config.parallel.rollout_devices is None:
+        return None
+    device = str(resolve_device(config.training.device))
+    return ResourcePool(name="rollout", num_workers=config.parallel.rollout_devices, device=device)
+
+
 def count_ranks(config: Config) -> int:
-    """Processes of the run: the devices named or found, or on CPUs the product of the parallel sizes.
+    """Processes of the run that train: the devices named or found, less those that only generate, or on CPUs the product of
+    the parallel sizes.
 
     Raises:
         ConfigError: the sizes do not multiply to the devices, with the arithmetic.
@@ -71,15 +95,22 @@ def count_ranks(config: Config) -> int:
                 "parallel.data_parallel_size gives the number of processes"
             )
         return (data or 1) * replica
-    devices = parallel.nnodes * (parallel.n_gpus_per_node or _gpus_here())
+    all_devices, generators = parallel.nnodes * (parallel.n_gpus_per_node or _gpus_here()), parallel.rollout_devices or 0
+    devices = all_devices - generators
+    if devices < 1:
+        raise ConfigError(
+            f"parallel.rollout_devices={generators} of {all_devices} devices (nnodes x n_gpus_per_node) leaves none to train on; "
+            "lower it"
+        )
     if data is None and devices % replica == 0:
         return devices
     if data is None or data * replica != devices:
         product = f"{data if data is not None else 'data'} x {replica}"
         raise ConfigError(
             f"parallel: data_parallel_size x (tensor_model_parallel_size x pipeline_model_parallel_size x "
-            f"sequence_parallel_size) = {product} does not give nnodes x n_gpus_per_node = "
-            f"{parallel.nnodes} x {devices // parallel.nnodes} = {devices} devices"
+            f"sequence_parallel_size) = {product} does not give nnodes x n_gpus_per_node"
+            f"{' - rollout_devices' if generators else ''} = {parallel.nnodes} x {all_devices // parallel.nnodes}"
+            f"{f' - {generators}' if generators else ''} = {devices} devices"
         )
     return devices
 

@@ -36,7 +36,9 @@ def load_for_inference(
 ) -> tuple[Runtime, WorkerGroup, PromptDataset, Config]:
     """A rollout group over one model, the runtime that carries it, and the data set as that model's tokenizer sees it.
     Data and reward are checked first."""
-    config = replace(config, model=replace(config.model, path=resolve_model(model_path)))
+    # Here all devices generate.
+    parallel = replace(config.parallel, rollout_devices=None)
+    config = replace(config, parallel=parallel, model=replace(config.model, path=resolve_model(model_path)))
     tokenizer = load_tokenizer(config.model)
     check_stop_tokens(config, tokenizer)
     prompts = load_prompt_dataset([resolve_dataset(dataset)], config.data, config.model, tokenizer, "test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from verl.checkpoint.manager import noticing_full_disk
 from verl.config.schema import Config, ModelConfig, OptimizerConfig
-from verl.controller import Worker, WorkerContext, WorkerLayout, all_ranks, data_parallel, register
+from verl.controller import Worker, WorkerContext, WorkerLayout, all_ranks, data_parallel, rank_zero, register
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import Loss
 from verl.engines.train.fsdp import FSDPEngine
 from verl.engines.train.mesh import Parallelism
+from verl.engines.weight_link import LinkAddress, WeightSender
 from verl.observe.metrics import Metrics
 
 
@@ -63,6 +65,23 @@ class ActorWorker(TrainableWorker):
     def __init__(self, context: WorkerContext, *, config: Config, total_updates: int) -> None:
         super().__init__(context)
         self.engine = _engine(context, config, config.model, optimizer=config.actor, total_steps=total_updates)
+        self._link: WeightSender | None = None
+
+    @register(dispatch=rank_zero)
+    def open_link(self, receivers: int, timeout_s: float) -> LinkAddress:
+        """Where that many generators of another pool can take the weights from."""
+        self._link = WeightSender(self.context.address, receivers, timeout_s)
+        return self._link.address
+
+    @register(dispatch=all_ranks, blocking=False)
+    def send_weights(self, version: int) -> None:
+        """Send the weights as policy `version` to the generators of another pool, which must be waiting for them."""
+        with self.engine.resident():
+            weights = self.engine.whole_weights(self.engine.compute_dtype)
+            if self._link is not None:
+                self._link.send(weights, self.engine.device, version)
+            else:  # rank 0 sends, and puts them together with the help of all
+                collections.deque(weights, maxlen=0)
 
     @register(dispatch=data_parallel)
     def compute_log_probs(self, batch: TokenBatch) -> Tensor:

@@ -10,23 +10,32 @@ from verl.config.schema import Config
 from verl.controller import Worker, WorkerContext, all_ranks, data_parallel, register
 from verl.data.tokenizer import load_tokenizer
 from verl.data.types import Trajectory
-from verl.engines.hybrid import sync_weights
+from verl.engines.hybrid import check_arrival, sync_weights
 from verl.engines.rollout.base import RolloutEngine, SamplingParams
+from verl.engines.train.loading import resolve_device
+from verl.engines.weight_link import LinkAddress, WeightReceiver
 from verl.environments.single_turn import RolloutTask, answer_prompts
 from verl.observe.console import progress
 
 
 class RolloutWorker(Worker):
     """Generates with the actor's own parameters where they are whole and in this process, else with a model of its own,
-    which every rank holds whole."""
+    which every rank holds whole.
 
-    def __init__(self, context: WorkerContext, *, config: Config) -> None:
+    Its weights come from the actor beside it, or from one in another pool, at `source`; with neither they stay as loaded.
+    """
+
+    def __init__(self, context: WorkerContext, *, config: Config, source: LinkAddress | None = None) -> None:
         super().__init__(context)
-        self.actor: Any = context.peers.get("actor")
+        actor: Any = context.peers.get("actor")
+        self._actor_engine: Any = None if actor is None else actor.engine
+        self._shares_weights = self._actor_engine is not None and not self._actor_engine.is_sharded
         self.tokenizer = load_tokenizer(config.model)
-        self._shares_weights = self.actor is not None and not self.actor.engine.is_sharded
-        module = self.actor.engine.module if self._shares_weights else None
+        module = self._actor_engine.module if self._shares_weights else None
         self.engine = native_engine(config, self.tokenizer, module=module, device=context.device)
+        self._link: WeightReceiver | None = None
+        if source is not None:
+            self._link = WeightReceiver(source, context.rank, resolve_device(context.device), self.engine.weight_dtype)
 
     @register(dispatch=data_parallel)
     def generate(self, tasks: Sequence[RolloutTask], sampling: SamplingParams) -> list[tuple[Trajectory, ...]]:
@@ -35,11 +44,15 @@ class RolloutWorker(Worker):
         with self._weights(), progress("generating", total=total) as bar:
             return answer_prompts(self.engine, self._decode, tasks, sampling, on_finished=bar.advance)
 
-    @register(dispatch=all_ranks)
+    @register(dispatch=all_ranks, blocking=False)
     def sync_weights(self, version: int) -> None:
-        """Take the colocated actor's weights as policy `version`."""
-        with self.actor.engine.resident():
-            sync_weights(self.actor.engine, self.engine, version=version, shared=self._shares_weights)
+        """Take the actor's weights as policy `version`."""
+        if self._link is not None:
+            self.engine.load_weights(self._link.receive(version), version)
+            check_arrival(self._link.fingerprints, self.engine, version)
+            return
+        with self._actor_engine.resident():
+            sync_weights(self._actor_engine, self.engine, version=version, shared=self._shares_weights)
 
     @register(dispatch=all_ranks)
     def sleep(self) -> None:
@@ -52,7 +65,7 @@ class RolloutWorker(Worker):
         if not self._shares_weights:
             yield
             return
-        engine = self.actor.engine
+        engine = self._actor_engine
         has_moved = engine.parameters_are_away
         with engine.resident():
             if has_moved:
@@ -66,7 +79,7 @@ class RolloutWorker(Worker):
 def native_engine(config: Config, tokenizer: Any, *, module: Any, device: str) -> RolloutEngine:
     """The built-in engine over `module`, or over the model of `config` when that is None."""
     from verl.engines.rollout.native import NativeEngine
-    from verl.engines.train.loading import load_causal_lm, resolve_device, resolve_dtype
+    from verl.engines.train.loading import load_causal_lm, resolve_dtype
 
     rollout = config.rollout
     if module is None:
