@@ -32,6 +32,7 @@ class Generator:
 def test_every_receiver_gets_every_version(bucket_bytes, dtype):
     sender = WeightSender("127.0.0.1", receivers=2, timeout_s=30)
     got: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    received = threading.Barrier(3)
 
     def receive(rank: int) -> None:
         receiver, generator = WeightReceiver(sender.address, rank, CPU, dtype), Generator()
@@ -39,12 +40,14 @@ def test_every_receiver_gets_every_version(bucket_bytes, dtype):
             generator.weights = {name: tensor.clone() for name, tensor in receiver.receive(version)}
             check_arrival(receiver.fingerprints, generator, version)
             got[rank, version] = generator.weights
+            received.wait(30)
 
     receivers = [threading.Thread(target=receive, args=(rank,)) for rank in range(2)]
     for thread in receivers:
         thread.start()
     for version in (1, 2):
         sender.send(weights(dtype, version).items(), CPU, version, bucket_bytes)
+        received.wait(30)
     for thread in receivers:
         thread.join(30)
     assert got.keys() == {(rank, version) for rank in range(2) for version in (1, 2)}

@@ -43,7 +43,7 @@ class WeightSender:
     def send(
         self, weights: Iterable[tuple[str, Tensor]], device: torch.device, version: int, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Give all of `weights`, on `device`, to the receivers, which wait in `receive`."""
+        """Give all of `weights`, on `device`, to the receivers, which wait in `receive` and have done with the version before."""
         if self._group is None:
             self._group = _group(self._store, 0, self.address, device)
         for key in self._sent:  # of the version before, which has arrived everywhere
