@@ -1,7 +1,11 @@
 """The `ray` runtime over several nodes: raylets of their own on this machine, with object stores of their own."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ def cluster(monkeypatch):
     """A head without room for a pool, and two nodes with a CPU each. For one test: they lose nodes."""
     from ray.cluster_utils import Cluster
 
+    monkeypatch.setenv("RAY_DEBUG", "legacy")
     ray.shutdown()
     quiet = {"include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **quiet})
@@ -50,6 +55,12 @@ class Probe(Worker):
     @register(dispatch=data_parallel)
     def same(self, batch):
         return batch
+
+    @register(dispatch=all_ranks)
+    def stop_in_the_middle(self, value):
+        product = 6 * value
+        breakpoint()
+        return product
 
     @register(dispatch=all_ranks)
     def wait_for_each_other(self):
@@ -107,3 +118,70 @@ def test_a_node_that_goes_down_ends_a_run_with_its_last_checkpoint_named(cluster
     with pytest.raises(WorkerLost, match=r"(?s)rank . of 2 in .*start the run again to go on from .*step_000002"):
         trainer.fit()
     assert hosts() == []
+
+
+def test_a_breakpoint_in_a_worker_waits_for_ray_debug(cluster):
+    """As docs/start/multinode.md says, with a person who looks at a variable and goes on."""
+    with RayRuntime(timeout_s=60) as runtime:
+        group = runtime.spawn(ResourcePool(num_workers=1), {"a": WorkerSpec(Probe)})["a"]
+        answers: list[int] = []
+        call = threading.Thread(target=lambda: answers.append(group.stop_in_the_middle(7)))
+        call.start()
+        debugger = subprocess.Popen(
+            [Path(sys.executable).with_name("ray"), "debug", "--address", cluster.address],
+            env=os.environ | {"RAY_AUTH_MODE": "token"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert debugger.stdin is not None and debugger.stdout is not None
+        seen = b""
+        for awaited, typed in ((b"test_cluster.py:", b"0\n"), (b"(Pdb)", b"p 'product', product\n"), (b"42)", b"c\n")):
+            deadline = time.monotonic() + 30
+            while awaited not in seen and time.monotonic() < deadline:
+                if awaited == b"test_cluster.py:":
+                    debugger.stdin.write(b"\n")  # refreshes the list
+                    debugger.stdin.flush()
+                    time.sleep(0.2)
+                seen += os.read(debugger.stdout.fileno(), 4096)
+            debugger.stdin.write(typed)
+            debugger.stdin.flush()
+        call.join(30)
+        debugger.kill()
+        debugger.wait()
+    assert "('product', 42)" in seen.decode() and answers == [42]
+
+
+def test_a_breakpoint_in_one_process_is_plain_pdb(tmp_path):
+    script = tmp_path / "dataflow.py"
+    script.write_text(
+        "from verl.controller import LocalRuntime, ResourcePool, Worker, WorkerSpec, all_ranks, register\n"
+        "class Probe(Worker):\n"
+        "    @register(dispatch=all_ranks)\n"
+        "    def stop_in_the_middle(self, value):\n"
+        "        product = 6 * value\n"
+        "        breakpoint()\n"
+        "        return product\n"
+        "group = LocalRuntime().spawn(ResourcePool(), {'a': WorkerSpec(Probe)})['a']\n"
+        "print('answer', group.stop_in_the_middle(7))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"},  # Ray's, in this process
+        input="p 'product', product\nc\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "('product', 42)" in done.stdout and "answer 42" in done.stdout
+
+
+def test_an_address_where_no_cluster_is_is_named(tmp_path):
+    """A run that was meant for a cluster does not go on alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from verl.controller.ray import RayRuntime; RayRuntime()"],
+        env=os.environ | {"RAY_ADDRESS": "127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode and "UserError: RAY_ADDRESS=127.0.0.1:9: " in done.stderr and "unset RAY_ADDRESS" in done.stderr

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from verl.controller.dispatch import Call
@@ -99,6 +100,12 @@ def _ray() -> Any:
 
 def _connect(num_cpus: int | None) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    if address and ":" in address:
+        _check_answers(address)
+    if address and _has_token():
+        # A cluster asks for the token that its machine has, and Ray does not show it to an address that was given.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray = _ray()
     if ray.is_initialized():
         return
@@ -108,6 +115,20 @@ def _connect(num_cpus: int | None) -> None:
         return
     with _quiet_stderr():
         ray.init(address="local", num_cpus=num_cpus, _metrics_export_port=None, **quiet)
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would try for minutes, and a run that was meant for a cluster must not go on alone."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(f"RAY_ADDRESS={address}: no cluster answers there ({error}); start it, or unset RAY_ADDRESS") from None
+
+
+def _has_token() -> bool:
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 @contextlib.contextmanager
