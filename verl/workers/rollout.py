@@ -28,8 +28,8 @@ class RolloutWorker(Worker):
     def __init__(self, context: WorkerContext, *, config: Config, source: LinkAddress | None = None) -> None:
         super().__init__(context)
         actor: Any = context.peers.get("actor")
-        self._actor_engine: Any = None if actor is None else actor.engine
-        self._shares_weights = self._actor_engine is not None and not self._actor_engine.is_sharded
+        self._actor_engine: Any = actor.engine if actor else None
+        self._shares_weights = bool(actor) and not self._actor_engine.is_sharded
         self.tokenizer = load_tokenizer(config.model)
         module = self._actor_engine.module if self._shares_weights else None
         self.engine = native_engine(config, self.tokenizer, module=module, device=context.device)
@@ -41,7 +41,7 @@ class RolloutWorker(Worker):
     def generate(self, tasks: Sequence[RolloutTask], sampling: SamplingParams) -> list[tuple[Trajectory, ...]]:
         """One group of `sampling.n` trajectories a task."""
         total = len(tasks) * sampling.n
-        with self._weights(), progress("generating", total=total) as bar:
+        with self._weights(), self._cache(), progress("generating", total=total) as bar:
             return answer_prompts(self.engine, self._decode, tasks, sampling, on_finished=bar.advance)
 
     @register(dispatch=all_ranks, blocking=False)
@@ -54,10 +54,13 @@ class RolloutWorker(Worker):
         with self._actor_engine.resident():
             sync_weights(self._actor_engine, self.engine, version=version, shared=self._shares_weights)
 
-    @register(dispatch=all_ranks)
-    def sleep(self) -> None:
-        """Free the key-value cache while the device trains."""
-        self.engine.sleep()
+    @contextmanager
+    def _cache(self) -> Iterator[None]:
+        """A key-value cache; where the device also trains, for as long as it generates and no longer."""
+        self.engine.wake()
+        yield  # not in a `try`: an engine cut off while it generates cannot sleep, which would hide what happened
+        if self._link is None:
+            self.engine.sleep()
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
