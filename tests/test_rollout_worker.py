@@ -22,7 +22,7 @@ def worker(tmp_path):
 
 def test_the_cache_lives_only_while_it_generates(worker):
     sampling = SamplingParams(max_tokens=4, n=2, ignore_eos=True)
-    task = RolloutTask(prompt=EncodedPrompt(Prompt(uid="a:0", messages=()), (5, 6, 7)), group_id=0, seed=3)
+    task = RolloutTask(prompt=EncodedPrompt(prompt=Prompt(uid="a:0", messages=()), token_ids=(5, 6, 7)), group_id=0, seed=3)
     first = worker.generate([task], sampling)
     with pytest.raises(RuntimeError, match="the native engine sleeps"):
         worker.engine.generate([GenerationRequest(request_id=0, prompt_ids=[5], sampling=sampling)])
