@@ -185,3 +185,27 @@ def test_an_address_where_no_cluster_is_is_named(tmp_path):
         text=True,
     )
     assert done.returncode and "UserError: RAY_ADDRESS=127.0.0.1:9: " in done.stderr and "unset RAY_ADDRESS" in done.stderr
+
+
+def test_clusters_of_other_programs_are_left_alone(tmp_path):
+    """One that `ray.init` began belongs to its program, and ends with it."""
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import ray, sys\n"
+        "ray.init(address='local', num_cpus=1, include_dashboard=False, logging_level='ERROR')\n"
+        "print(ray.get_runtime_context().gcs_address, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    ours = (
+        "import ray; from verl.controller.ray import RayRuntime\n"
+        "RayRuntime(num_cpus=2); print(ray.get_runtime_context().gcs_address, ray.cluster_resources()['CPU'])"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as other:
+        assert other.stdin and other.stdout
+        theirs = other.stdout.readline().strip()
+        done = subprocess.run([sys.executable, "-c", ours], env=env, capture_output=True, text=True, timeout=120)
+        other.stdin.close()
+    assert theirs and done.returncode == 0, done.stderr
+    address, cpus = done.stdout.split()
+    assert address != theirs and float(cpus) == 2

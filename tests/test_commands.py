@@ -171,6 +171,14 @@ CHECKED = {
     "output is a file": ({"training.output_dir": "{file}"}, "is a file"),
     "output below a file": ({"training.output_dir": "{file}/run"}, "no folder"),
     "critic warm-up over all steps": ({"algorithm.adv_estimator": "gae", "critic.warmup_steps": 3}, "never be trained"),
+    "tensor ranks over the heads": (
+        {"parallel.tensor_model_parallel_size": 3},
+        "does not divide the model's num_attention_heads",
+    ),
+    "stages over the layers": ({"parallel.pipeline_model_parallel_size": 5}, "the model has only 2 layers"),
+    "sequence ranks over the heads": ({"parallel.sequence_parallel_size": 8}, "does not fit 4 query and 2 key-value heads"),
+    "slices over the ranks": ({"parallel.data_parallel_size": 2, "parallel.fsdp_size": 3}, "does not divide the 2 ranks"),
+    "machines of CPUs": ({"parallel.nnodes": 2}, "parallel.nnodes=2, but this runs on CPUs"),
     "response over the positions": ({"data.max_response_length": 510}, "over the 512 positions"),
 }
 

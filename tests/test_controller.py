@@ -1,5 +1,8 @@
 """The controller: registration, dispatch, gathering, colocation, user-defined dispatch."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -20,6 +23,7 @@ from verl.controller import (
 )
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import ModelOutputs
+from verl.errors import ConfigError, MissingExtraError
 from verl.observe.metrics import Max, Mean, Sum
 
 
@@ -159,3 +163,50 @@ def test_an_error_keeps_its_traceback():
     g = LocalRuntime().spawn(ResourcePool(), {"broken": WorkerSpec(Broken)})["broken"]
     with pytest.raises(ZeroDivisionError, match="rank work"):
         g.fail()
+
+
+class Uneven(Worker):
+    @register(dispatch=data_parallel)
+    def or_none(self, items):
+        return [2 * item for item in items] or None
+
+    @register(dispatch=data_parallel)
+    def or_count(self, items):
+        return {"n": Sum(len(items))} if self.context.rank else {}
+
+    @register(dispatch=data_parallel)
+    def plain_dict(self, items):
+        return {item: item for item in items}
+
+    @register(dispatch=data_parallel)
+    def nothing(self, items):
+        return None
+
+
+def test_ranks_that_answer_differently_are_an_error():
+    """With fewer items than ranks the first ranks have none, and their answer must not stand for all."""
+    group = LocalRuntime().spawn(ResourcePool(num_workers=3), {"a": WorkerSpec(Uneven)})["a"]
+    with pytest.raises(TypeError, match="cannot join a NoneType with list"):
+        group.or_none([1, 2])
+    with pytest.raises(TypeError, match="results of type dict"):
+        group.plain_dict([1, 2])
+    assert group.or_count([1, 2]) == {"n": Sum(2)}
+    assert group.nothing([1, 2]) is None
+    with pytest.raises(TypeError, match="by position"):
+        group.nothing(items=[1, 2])
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_pools_have_a_worker(number):
+    with pytest.raises(ConfigError, match=f"num_workers={number}"):
+        ResourcePool(num_workers=number)
+
+
+def test_groups_can_be_copied():
+    group = LocalRuntime().spawn(ResourcePool(), {"a": WorkerSpec(Uneven)})["a"]
+    assert copy.copy(group).nothing([]) is None
+
+
+def test_a_missing_extra_travels():
+    error = pickle.loads(pickle.dumps(MissingExtraError("wandb", "tracking")))
+    assert type(error) is MissingExtraError and str(error) == str(MissingExtraError("wandb", "tracking"))

@@ -88,12 +88,22 @@ class Probe(Worker):
             if kind == "hang":
                 time.sleep(100)
             broken = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:1")
-            raise {"user": UserError("model.path=x: no"), "bug": ZeroDivisionError("once"), "broken": broken}[kind]
+            raise {
+                "user": UserError("model.path=x: no"),
+                "own": TwoParts("model.path=x", "no"),
+                "bug": ZeroDivisionError("once"),
+                "broken": broken,
+            }[kind]
         dist.all_reduce(torch.ones(1))
 
     @register(dispatch=one_to_all)
     def peers(self):
         return sorted(self.context.peers), {os.getpid()}
+
+
+class TwoParts(UserError):
+    def __init__(self, field, fault):
+        super().__init__(f"{field}: {fault}")
 
 
 class Refuses(Worker):
@@ -144,6 +154,7 @@ def test_pools_apart_live_in_processes_of_their_own(runtime):
     ("kind", "error", "named"),
     [
         ("user", UserError, "^model.path=x: no$"),
+        ("own", UserError, "^model.path=x: no$"),
         ("bug", WorkerError, r"^rank {rank} of 2 in a\.fail failed:\nTraceback (.|\n)*ZeroDivisionError: once$"),
         ("exit", WorkerLost, r"^rank {rank} of 2 in a\.fail died: "),
     ],

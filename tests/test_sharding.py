@@ -244,6 +244,7 @@ def test_a_critic_with_checkpointing_trains_alike_in_parts(way, groups, tmp_path
         (Parallelism(pipeline=3), 3, "pipeline_model_parallel_size=3: the model has only 2 layers"),
         (Parallelism(sequence=3), 3, "sequence_parallel_size=3 does not fit 4 query and 2 key-value heads"),
         (Parallelism(fsdp_size=2), 3, "fsdp_size=2 does not divide the 3 ranks; use one of 1, 3"),
+        (Parallelism(fsdp_size=4), 2, "fsdp_size=4 does not divide the 2 ranks; use one of 1, 2"),
         (Parallelism(tensor=2), 3, "tensor 2 x pipeline 1 x sequence 1 = 2 ranks a replica do not divide 3 ranks"),
     ],
 )

@@ -34,6 +34,10 @@ class MissingExtraError(UserError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; run: {install_line(extra)}")
+        self._package, self._extra = package, extra
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self._package, self._extra)
 
 
 def install_line(extra: str) -> str:

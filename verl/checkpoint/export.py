@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl.checkpoint.manager import check_integrity, resolve_checkpoint
 from verl.errors import UserError
+from verl.observe.records import check_writable
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> Path:
@@ -22,9 +23,10 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) 
     from verl.engines.train.loading import export_model, load_causal_lm, stored_dtype
 
     folder = resolve_checkpoint(checkpoint)
-    check_integrity(folder)
+    check_writable("output", output, folder=True)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty; name another folder")
+    check_integrity(folder)
     kind = getattr(torch, dtype) if dtype else stored_dtype(folder)
     tensors = read_tensors(folder / "actor")
     weights = {name.removeprefix("weights."): t.to(kind) for name, t in tensors.items() if name.startswith("weights.")}

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,9 @@ class CheckpointManager:
         best = self.root / BEST
         if best.exists() and not best.is_symlink():
             raise CheckpointError(f"training.keep_best: {best} exists and is no link; move it away")
+        for place in (*self.root.glob("step_*"), *self.root.glob(f"{_WRITING}*"), *self.root.glob(f"{_REMOVING}*")):
+            if not place.is_dir():
+                raise CheckpointError(f"{place} is a file where a checkpoint would be; move it away")
         self._recover()
 
     def folder(self, step: int) -> Path:
@@ -232,9 +236,10 @@ def resolve_checkpoint(path: Path | str) -> Path:
     raise CheckpointError(f"{given} holds no complete checkpoint (no step_* folder with {MANIFEST}); name one that does")
 
 
-def check_integrity(folder: Path) -> Manifest:
-    """Compare every file with the manifest, checksums included. Raises CheckpointError naming the first that differs."""
-    if (defect := _defect(Path(folder), checksums=True)) is not None:
+def check_integrity(folder: Path, pattern: str = "*") -> Manifest:
+    """Compare the files whose relative path matches `pattern` with the manifest, checksums included. Raises CheckpointError
+    naming the first that differs."""
+    if (defect := _defect(Path(folder), checksums=True, pattern=pattern)) is not None:
         raise CheckpointError(f"checkpoint {folder} is damaged: {defect}; use an earlier one of {Path(folder).parent}")
     return read_manifest(Path(folder))
 
@@ -245,6 +250,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["checkpoint"])
         if not all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in manifest.files.values()):
             raise TypeError("files")
+        if not (isinstance(manifest.step, int) and isinstance(manifest.serial, int)):
+            raise TypeError("step, serial")
         if not all(isinstance(value, int | float) for value in manifest.validation.values()):
             raise TypeError("validation")
         return manifest
@@ -257,8 +264,8 @@ def _complete_checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
     return [(folder, read_manifest(folder)) for folder in folders]
 
 
-def _defect(folder: Path, *, checksums: bool) -> str | None:
-    """What is wrong with a checkpoint folder, in a few words; None when it is sound."""
+def _defect(folder: Path, *, checksums: bool, pattern: str = "*") -> str | None:
+    """What is wrong with a checkpoint folder, in a few words; None when it is sound. `pattern`: whose checksums to read."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError:
@@ -269,7 +276,7 @@ def _defect(folder: Path, *, checksums: bool) -> str | None:
             return f"{name} is missing"
         if (size := file.stat().st_size) != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if checksums and _digest(file) != expected["sha256"]:
+        if checksums and fnmatchcase(name, pattern) and _digest(file) != expected["sha256"]:
             return f"{name} differs from its checksum"
     return None
 

@@ -61,7 +61,16 @@ SFT = Purpose(
 )
 
 _INFERENCE = (
-    *("model.*", "parallel.*", "training.seed", "training.device", "training.runtime", "training.worker_timeout_s"),
+    *(
+        "model.*",
+        "parallel.nnodes",
+        "parallel.n_gpus_per_node",
+        "parallel.data_parallel_size",
+        "training.seed",
+        "training.device",
+        "training.runtime",
+        "training.worker_timeout_s",
+    ),
     *("data.prompt_key", "data.answer_key", "data.system_prompt", "data.instruction", "data.apply_chat_template"),
     *("data.max_prompt_length", "data.max_response_length", "data.filter_overlong_prompts", "data.max_val_rows"),
     *("rollout.engine", "rollout.max_num_seqs", "rollout.max_model_len", "rollout.kv_cache_*", "rollout.gpu_memory_utilization"),
@@ -72,6 +81,7 @@ _HELD_OUT = {
     "rollout.temperature": "rollout.val_temperature (0: greedy)",
     "rollout.top_p": "rollout.val_top_p",
     "data.max_train_rows": "data.max_val_rows",
+    "parallel.rollout_devices": "parallel.data_parallel_size: here all devices generate",
 }
 EVAL = Purpose(
     command="verl eval",

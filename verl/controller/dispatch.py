@@ -95,6 +95,8 @@ def data_parallel(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[s
     Results come back in the order of the input: token-level tensors [T], sequence-level lists, dataclasses
     of such tensors, TokenBatches; metrics are merged by their types.
     """
+    if not args:
+        raise TypeError("data_parallel shares out the first argument: give it by position, not by name")
     data, *rest = args
     if isinstance(data, TokenBatch):
         shares = data.split_indices(layout.data_size)
@@ -112,14 +114,16 @@ def data_parallel(layout: WorkerLayout, args: tuple[Any, ...], kwargs: Mapping[s
 
 def _join(data: TokenBatch | Sequence[Any], shares: list[list[int]], results: list[Any]) -> Any:
     first = results[0]
-    if first is None:
+    if all(result is None for result in results):
         return None
+    if others := sorted({type(r).__name__ for r in results if type(r) is not type(first)}):
+        raise TypeError(f"data_parallel cannot join a {type(first).__name__} with {', '.join(others)}: ranks must answer alike")
     if isinstance(first, Tensor) and isinstance(data, TokenBatch):
         return data.scatter_tokens(list(zip(shares, results, strict=True)), dtype=first.dtype)
     if isinstance(first, TokenBatch):
         order = {index: place for place, index in enumerate(i for share in shares for i in share)}
         return TokenBatch.concatenate(results).select([order[i] for i in range(len(order))])
-    if isinstance(first, dict) and all(isinstance(m, Mean | Sum | Max | Min | Last) for m in first.values()):
+    if isinstance(first, dict) and all(isinstance(m, Mean | Sum | Max | Min | Last) for r in results for m in r.values()):
         return merge_metrics(results)
     if isinstance(first, list):
         joined: list[Any] = [None] * sum(len(share) for share in shares)

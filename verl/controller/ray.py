@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import pickle
 import re
 import socket
 import sys
@@ -103,18 +104,35 @@ def _connect(num_cpus: int | None) -> None:
     address = os.environ.get("RAY_ADDRESS")
     if address and ":" in address:
         _check_answers(address)
-    if address and _has_token():
-        # A cluster asks for the token that its machine has, and Ray does not show it to an address that was given.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray = _ray()
     if ray.is_initialized():
         return
-    quiet = {"log_to_driver": True, "logging_level": "ERROR", "include_dashboard": False}
-    with contextlib.suppress(ConnectionError):
-        ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
-        return
+    address = address or _begun_here()
+    if address and _has_token():
+        # A cluster asks for the token that its machine has, and Ray does not show it to an address that was given.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    quiet = {"log_to_driver": True, "logging_level": "ERROR"}
+    if address:
+        with contextlib.suppress(ConnectionError):
+            ray.init(address=address, **quiet)
+            return
     with _quiet_stderr():
-        ray.init(address="local", num_cpus=num_cpus, _metrics_export_port=None, **quiet)
+        ray.init(address="local", num_cpus=num_cpus, _metrics_export_port=None, include_dashboard=False, **quiet)
+
+
+def _begun_here() -> str | None:
+    """Address of the cluster that `ray start` began on this machine, if it still runs.
+
+    Ray's own `auto` would also join, and die with, a cluster that another program has started for itself.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    address = find_bootstrap_address(None)
+    with contextlib.suppress(UserError):
+        if address:
+            _check_answers(address)
+            return address
+    return None
 
 
 def _check_answers(address: str) -> None:
@@ -212,9 +230,20 @@ class _Host:
             return work()
         except Exception as error:
             error.__traceback__ = error.__traceback__.tb_next.tb_next  # the worker's own frames  # type: ignore[union-attr]
-            return _Failure("".join(traceback.format_exception(error)), error if isinstance(error, UserError) else None)
+            return _Failure("".join(traceback.format_exception(error)), _portable(error))
         finally:
             self._thread = None
+
+
+def _portable(error: Exception) -> UserError | None:
+    """The user's error as it can travel: pickle does not rebuild one whose constructor asks for more than its message."""
+    if not isinstance(error, UserError):
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return UserError(str(error))
+    return error
 
 
 class _Pool:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from verl.controller.dispatch import WorkerLayout
 from verl.controller.worker import Worker, WorkerGroup
+from verl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class ResourcePool:
     """Kind of device each worker gets: cpu or cuda."""
     threads: int | None = None
     """Threads of each worker's tensor operations on a CPU. None: the machine's cores shared out."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ConfigError(f"pool {self.name}: num_workers={self.num_workers} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ class WorkerGroup:
         self._executor = executor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):  # of a protocol, such as copying; the group may not be initialised yet
+            raise AttributeError(name)
         method = getattr(self.worker_class, name, None)
         registration: Registration | None = getattr(method, _MARK, None)
         if registration is None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.checkpoint.manager import resolve_checkpoint
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from verl.planning.memory import Estimate, ModelShape, Switches, Tracer, Workload
 
 _WIDTH = 80
+_MAX_GPUS = 1 << 17
+"""No cluster is larger, and a search over more would take minutes."""
+_LAYER_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,7 +40,10 @@ def main(argv: Sequence[str]) -> None:
 
     quiet_third_party()
     _check_layers(args.model, config)
-    shape = sizes.model_shape(config)
+    try:
+        shape = sizes.model_shape(config)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"MODEL {args.model}: config.json describes no model ({' '.join(str(error).split())})") from None
     workload = _workload(args)
     trace = activations.tracer(config)
     choice = layout.choose(shape, trace, workload, gpus=args.gpus, memory=memory * sizes.GIB)
@@ -62,6 +72,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"--{option.replace('_', '-')} {value:g}: must be above 0")
+    if args.gpus > _MAX_GPUS:
+        raise UserError(f"--gpus {args.gpus}: plans are made for up to {_MAX_GPUS}")
     for option in ("critic", "reference"):
         if args.sft and getattr(args, option):
             raise UserError(f"--sft and --{option} exclude each other: supervised fine-tuning has one model")
@@ -81,6 +93,8 @@ def _gpu_memory(given: float | None) -> float:
 def _model_config(model: str) -> Any:
     """The Hugging Face configuration. Raises UserError for what is no model."""
     folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file() and any(folder.glob("**/step_*")):
+        folder = resolve_checkpoint(folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"MODEL {model}: the folder has no config.json; give a Hugging Face model folder")
@@ -107,10 +121,16 @@ def _model_config(model: str) -> Any:
 
 
 def _check_layers(model: str, config: Any) -> None:
-    for key in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
-        value = getattr(config, key, None)
+    for key in (*_LAYER_SIZES, "head_dim"):
+        if (value := getattr(config, key, None)) is None and key == "head_dim":
+            continue  # of some families it follows from the others
         if not isinstance(value, int) or value < 1:
             raise UserError(f"MODEL {model}: {key}={value!r} in config.json must be a whole number above 0")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % groups:
+        raise UserError(f"MODEL {model}: num_key_value_heads={groups} in config.json does not divide num_attention_heads={heads}")
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"MODEL {model}: its weights are quantized, which cannot be trained; give the model they were made from")
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -153,6 +173,8 @@ def overrides(args: argparse.Namespace, best: Estimate) -> list[str]:
     found["actor.max_tokens_per_micro_batch"] = plan.micro_batch
     if args.critic:
         found |= {"algorithm.adv_estimator": "gae", "critic.max_tokens_per_micro_batch": plan.micro_batch}
+    if args.reference:
+        found["algorithm.kl_loss_coef"] = 0.001
     found |= {f"memory_optimization.{name}": "true" for name in switched_on(plan.switches)}
     if args.dtype != "bfloat16":
         found["model.dtype"] = args.dtype

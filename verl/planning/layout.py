@@ -21,7 +21,8 @@ _MICRO_BATCHES = (16384, 8192, 4096)
 """Tokens: the default, and smaller ones that cost little time."""
 _SMALL_MICRO_BATCHES = (2048, 1024)
 """Tokens: they leave a GPU idle part of the time."""
-_MAX_GPUS = 4096
+_ENOUGH_GPUS = 4096
+"""Where the search for a number that would do ends."""
 
 SWITCHES = tuple(
     Switches(optimizer_offload=optimizer, gradient_checkpointing=checkpointing, param_offload=param)
@@ -95,7 +96,7 @@ def gpus_per_node(gpus: int) -> int:
 def enough_gpus(shape: ModelShape, trace: Tracer, workload: Workload, *, gpus: int, memory: float) -> int | None:
     """The next number of GPUs, doubling from `gpus`, on which the model fits; None where no number helps."""
     more = gpus * 2
-    while more <= max(_MAX_GPUS, 4 * gpus):
+    while more <= max(_ENOUGH_GPUS, 4 * gpus):
         if choose(shape, trace, workload, gpus=more, memory=memory).fits:
             return more
         more *= 2

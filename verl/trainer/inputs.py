@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.manager import MANIFEST, resolve_checkpoint
+from verl.checkpoint.manager import MANIFEST, check_integrity, resolve_checkpoint
 from verl.config.schema import Config
 from verl.data.datasets import PromptDataset, load_prompt_dataset
 from verl.data.tokenizer import load_tokenizer
@@ -33,7 +33,9 @@ def resolve_model(path: str) -> str:
     folder = Path(path).expanduser()
     is_run = (folder / "checkpoints").is_dir() or any(folder.glob("step_*"))
     if (folder / MANIFEST).exists() or (is_run and not (folder / "config.json").is_file()):
-        return str(resolve_checkpoint(folder))
+        checkpoint = resolve_checkpoint(folder)
+        check_integrity(checkpoint, "*.safetensors")
+        return str(checkpoint)
     check_model_folder(path)
     return path
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from verl.algorithms.spec import Algorithm
 from verl.config.checks import processes_asked_for, replica_size
@@ -89,11 +90,12 @@ def count_ranks(config: Config) -> int:
         return 1
     data, replica = parallel.data_parallel_size, replica_size(config)
     if resolve_device(config.training.device).type == "cpu":
-        if parallel.n_gpus_per_node is not None:
-            raise ConfigError(
-                f"parallel.n_gpus_per_node={parallel.n_gpus_per_node}, but this runs on CPUs: there "
-                "parallel.data_parallel_size gives the number of processes"
-            )
+        for name, value, unset in (("n_gpus_per_node", parallel.n_gpus_per_node, None), ("nnodes", parallel.nnodes, 1)):
+            if value != unset:
+                raise ConfigError(
+                    f"parallel.{name}={value}, but this runs on CPUs: there parallel.data_parallel_size gives the number "
+                    "of processes"
+                )
         return (data or 1) * replica
     all_devices, generators = parallel.nnodes * (parallel.n_gpus_per_node or _gpus_here()), parallel.rollout_devices or 0
     devices = all_devices - generators
@@ -113,6 +115,28 @@ def count_ranks(config: Config) -> int:
             f"{f' - {generators}' if generators else ''} = {devices} devices"
         )
     return devices
+
+
+def check_layout(config: Config) -> None:
+    """Before any process is started: can the run's models be spread over its ranks? Of a model its config.json is read.
+
+    Raises:
+        ConfigError: the parallel sizes do not multiply to the devices, or do not divide a model.
+    """
+    from verl.engines.train.loading import read_config
+    from verl.engines.train.pipeline import StagePlan
+    from verl.engines.train.tensor_parallel import check_divisible
+    from verl.workers.model import parallelism
+
+    parallel = parallelism(config)
+    parallel.layout(count_ranks(config))
+    if parallel.replica_size == 1:
+        return
+    critic = config.critic.path if config.algorithm.adv_estimator == "gae" else None
+    for path in {config.model.path, critic or config.model.path}:
+        body = read_config(replace(config.model, path=path)).get_text_config()
+        check_divisible(body, tensor=parallel.tensor, sequence=parallel.sequence)
+        StagePlan.even(body.num_hidden_layers, parallel.pipeline)
 
 
 def _uses_ray(config: Config) -> bool:

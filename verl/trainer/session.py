@@ -31,7 +31,7 @@ from verl.observe.logger import RunLogger
 from verl.observe.records import check_writable
 from verl.observe.run_info import run_info
 from verl.observe.trackers import check_trackers
-from verl.trainer.roles import count_ranks
+from verl.trainer.roles import check_layout
 
 STATE_FILE = "trainer.json"
 LOCK_FILE = ".lock"
@@ -80,7 +80,7 @@ def plan_session(config: Config, *, algorithm: str, kind: Literal["train", "sft"
         UserError: the folder cannot be made, holds another run's checkpoint or a finished run; the device or the library
             of a tracker is absent.
     """
-    count_ranks(config)
+    check_layout(config)
     check_trackers(config.tracking)
     run_dir = run_directory(config, algorithm)
     check_writable("training.output_dir", run_dir, folder=True)

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,18 +143,26 @@ def load_value_model(model: ModelConfig, device: torch.device, dtype: torch.dtyp
     return value_model.eval()
 
 
+def read_config(model: ModelConfig) -> Any:
+    """The Hugging Face configuration of the model at `model.path`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(_source(model), trust_remote_code=model.trust_remote_code)
+
+
+def _source(model: ModelConfig) -> str:
+    folder = Path(model.path).expanduser()
+    return str(folder) if folder.is_dir() else model.path
+
+
 def _from_pretrained(auto_class: type, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
     from safetensors import SafetensorError
 
     check_model_folder(model.path)
-    folder = Path(model.path).expanduser()
-    source = str(folder) if folder.is_dir() else model.path
+    source = _source(model)
     if device.type == "meta":
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
         with torch.device("meta"):
-            module = auto_class.from_config(config, dtype=dtype, attn_implementation=attention.register())
+            module = auto_class.from_config(read_config(model), dtype=dtype, attn_implementation=attention.register())
         norms.install(module)
         return module.eval()
     try:

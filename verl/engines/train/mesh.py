@@ -48,9 +48,18 @@ class Parallelism:
                 f"parallel: tensor {self.tensor} x pipeline {self.pipeline} x sequence {self.sequence} = {self.replica_size} "
                 f"ranks a replica do not divide {world_size} ranks"
             )
+        self.slices(world_size)
         row = self.sequence * self.tensor
         per_stage = world_size // self.pipeline
         return WorkerLayout(data_ranks=tuple(rank % per_stage // row for rank in range(world_size)))
+
+    def slices(self, world_size: int) -> int:
+        """Ranks that hold one sliced copy of a stage. Raises ConfigError when such groups do not fill a stage."""
+        ranks = world_size // (self.pipeline * self.tensor)
+        size = ranks if self.fsdp_size is None else self.fsdp_size
+        if ranks % size:
+            raise ConfigError(f"parallel.fsdp_size={size} does not divide the {ranks} ranks; use one of {_divisors(ranks)}")
+        return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +103,8 @@ def model_mesh(device_type: str, parallelism: Parallelism) -> ModelMesh:
     """One mesh serves every engine of the process, since each makes process groups of its own. Collective."""
     world, p = dist.get_world_size(), parallelism
     p.layout(world)
-    slices = world // (p.pipeline * p.tensor)
-    size = slices if p.fsdp_size is None else min(p.fsdp_size, slices)
-    if slices % size:
-        raise ConfigError(f"parallel.fsdp_size={size} does not divide the {slices} ranks; use one of {_divisors(slices)}")
-    dims = {"stage": p.pipeline, "replicate": slices // size, "shard": size, TENSOR: p.tensor}
+    size = p.slices(world)
+    dims = {"stage": p.pipeline, "replicate": world // (p.pipeline * p.tensor * size), "shard": size, TENSOR: p.tensor}
     # A dimension of one rank is left out, but for the slices: fewer groups, and layouts that say what they are.
     kept = {name: n for name, n in dims.items() if n > 1 or name == "shard"}
     root = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
