@@ -198,8 +198,17 @@ def test_damage_is_found_and_named(tmp_path):
     model.unlink()
     with pytest.raises(CheckpointError, match=r"actor/model.bin is missing"):
         check_integrity(newer)
-    (newer / "manifest.json").write_text("{")
-    assert resolve_checkpoint(tmp_path) == older
+    for text in ("{", '{"checkpoint": {"step": 2, "serial": "2", "files": {}}}'):
+        (newer / "manifest.json").write_text(text)
+        assert resolve_checkpoint(tmp_path) == older
+
+
+@pytest.mark.parametrize("name", ["step_000002", ".writing-step_000002", ".removing-x"])
+def test_a_file_where_a_checkpoint_would_be_is_left(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file where a checkpoint would be"):
+        CheckpointManager(tmp_path, keep_last=1)
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_errors_of_resolve_are_one_line(tmp_path):

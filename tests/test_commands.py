@@ -467,3 +467,6 @@ def test_export_writes_the_master_weights(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", str(run), str(tmp_path / "default")])
     assert "exists and is not empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["export", str(run), str(run / "config.yaml" / "x")])
+    assert "config.yaml is no folder; name another" in capsys.readouterr().err

@@ -99,6 +99,22 @@ def test_a_run_does_not_start_anew_over_damaged_checkpoints(damage, inputs, run)
     assert len(list((run / "checkpoints").glob("step_*"))) == 2
 
 
+def test_nothing_is_generated_from_weights_that_changed_on_disk(inputs, run, tmp_path):
+    weights = run / "checkpoints" / "step_000004" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-400:] = b"?" * 400
+    weights.write_bytes(content)
+    named = ["--model_path", str(run), "--input", inputs["test"], "--output", str(tmp_path / "out.jsonl")]
+    with pytest.raises(UserError, match=r"model\.safetensors differs from its checksum"):
+        main_generation.main(named)
+
+
+def test_devices_that_only_generate_mean_nothing_where_all_do(inputs, run, tmp_path):
+    named = ["--model_path", str(run), "--input", inputs["test"], "--output", str(tmp_path / "out.jsonl")]
+    with pytest.raises(ConfigError, match=r"parallel\.rollout_devices=5 has no effect .* use parallel\.data_parallel_size"):
+        main_generation.main([*named, "parallel.rollout_devices=5"])
+
+
 @pytest.mark.parametrize("text", ['{"a":', "{}", "\x00\x01"])
 def test_damaged_notes_do_not_stop_a_run(text, inputs, run):
     (run / "run.json").write_text(text)

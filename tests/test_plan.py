@@ -309,6 +309,7 @@ def test_what_does_not_fit(folder, capsys, options):
     [
         (("--gpus", 0), "--gpus 0"),
         (("--gpus", -2), "--gpus -2"),
+        (("--gpus", 1_000_000_007), "--gpus 1000000007"),
         (("--gpu-memory", -1), "--gpu-memory -1"),
         (("--gpu-memory", "nan"), "--gpu-memory nan"),
         (("--prompt-length", 0), "--prompt-length 0"),
@@ -339,6 +340,31 @@ def test_bad_models(tmp_path, capsys):
     assert "num_hidden_layers=0" in complaint(tmp_path)
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "many"}))
     assert "hidden_size" in complaint(tmp_path)
+    for key, value in {
+        "head_dim": 0,
+        "intermediate_size": 0,
+        "hidden_act": "nope",
+        "num_key_value_heads": 3,
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "rope_parameters": {"rope_type": "nope", "rope_theta": 1e4},
+    }.items():
+        config = tiny_config("qwen3").to_dict() | {key: value}
+        file.write_text(json.dumps(config))
+        assert "nope" in (said := complaint(tmp_path)) or key in said or "quantized" in said
+
+
+def test_a_run_stands_for_its_newest_checkpoint(tmp_path, capsys):
+    step = tmp_path / "run" / "checkpoints" / "step_000002"
+    tiny_config("qwen3").save_pretrained(step)
+    manifest = {"step": 2, "serial": 1, "files": {}, "validation": {}}
+    (step / "manifest.json").write_text(json.dumps({"checkpoint": manifest}))
+    code, out, _ = plan_command(capsys, tmp_path / "run", "--gpu-memory", 80)
+    assert code == 0 and "Layout:" in out
+
+
+def test_a_reference_that_is_planned_is_asked_for(folder, capsys):
+    code, out, _ = plan_command(capsys, folder(tiny_config("qwen3")), "--gpu-memory", 80, "--reference")
+    assert code == 0 and "algorithm.kl_loss_coef=0.001" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's own memory is taken")

@@ -88,12 +88,8 @@ class Probe(Worker):
             if kind == "hang":
                 time.sleep(100)
             broken = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:1")
-            raise {
-                "user": UserError("model.path=x: no"),
-                "own": TwoParts("model.path=x", "no"),
-                "bug": ZeroDivisionError("once"),
-                "broken": broken,
-            }[kind]
+            errors = {"user": UserError("model.path=x: no"), "own": TwoParts("model.path=x", "no"), "broken": broken}
+            raise errors.get(kind) or ZeroDivisionError("once")
         dist.all_reduce(torch.ones(1))
 
     @register(dispatch=one_to_all)

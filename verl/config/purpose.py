@@ -61,16 +61,8 @@ SFT = Purpose(
 )
 
 _INFERENCE = (
-    *(
-        "model.*",
-        "parallel.nnodes",
-        "parallel.n_gpus_per_node",
-        "parallel.data_parallel_size",
-        "training.seed",
-        "training.device",
-        "training.runtime",
-        "training.worker_timeout_s",
-    ),
+    *("model.*", "parallel.nnodes", "parallel.n_gpus_per_node", "parallel.data_parallel_size"),
+    *("training.seed", "training.device", "training.runtime", "training.worker_timeout_s"),
     *("data.prompt_key", "data.answer_key", "data.system_prompt", "data.instruction", "data.apply_chat_template"),
     *("data.max_prompt_length", "data.max_response_length", "data.filter_overlong_prompts", "data.max_val_rows"),
     *("rollout.engine", "rollout.max_num_seqs", "rollout.max_model_len", "rollout.kv_cache_*", "rollout.gpu_memory_utilization"),
