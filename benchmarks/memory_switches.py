@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict] = {
 }
 
 
-def build_model(folder: Path, layers: int) -> None:
+def build_model(folder: Path, layers: int, device: str = "cuda") -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -47,7 +47,7 @@ def build_model(folder: Path, layers: int) -> None:
         tie_word_embeddings=True,
         max_position_embeddings=40960,
     )
-    Qwen3ForCausalLM(config).to("cuda").bfloat16().save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(device).bfloat16().save_pretrained(folder)
 
 
 def measure(folder: str, setting: dict, tokens: int, micro_batch: int, updates: int) -> dict[str, float]:

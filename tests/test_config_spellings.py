@@ -118,6 +118,8 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "actor_rollout_ref.model.path": ("q", {"model.path": "q"}),
     "actor_rollout_ref.model.tokenizer_path": ("t", {"model.tokenizer_path": "t"}),
     "actor_rollout_ref.model.trust_remote_code": (True, {"model.trust_remote_code": True}),
+    "actor_rollout_ref.actor.checkpoint.async_save": (True, {"training.async_save": True}),
+    "critic.checkpoint.async_save": (True, {"training.async_save": True}),
     "actor_rollout_ref.model.enable_gradient_checkpointing": (True, {"memory_optimization.gradient_checkpointing": True}),
     "actor_rollout_ref.model.use_remove_padding": (True, {}),
     "actor_rollout_ref.model.use_fused_kernels": (True, {}),

@@ -257,6 +257,22 @@ def test_a_run_goes_on_with_another_number_of_ranks(inputs, local_runs, tmp_path
     assert_alike(tmp_path, local_runs / "grpo", 1e-4)
 
 
+@pytest.mark.parametrize("kind", ["data", "tensor_model"])
+def test_checkpoints_written_meanwhile_are_those_of_their_steps(kind, inputs, local_runs, tmp_path):
+    config = keys(inputs, tmp_path, rollout__n=2, training__total_steps=3) | {f"parallel.{kind}_parallel_size": 2}
+    background = {"training.save_interval": 1, "training.keep_last": 0, "training.async_save": True}
+    PPOTrainer(inputs["model"], config=config | background).fit()
+    assert_alike(tmp_path, local_runs / "ppo", 1e-4)
+    for step in (1, 2):
+        out = tmp_path / f"from_{step}"
+        start = {"training.output_dir": str(out), "training.resume": str(tmp_path / "checkpoints" / f"step_{step:06d}")}
+        PPOTrainer(inputs["model"], config=config | start).fit()
+        for role in ("actor", "critic"):
+            saved, wanted = (read_tensors(run / "checkpoints" / "last" / role) for run in (out, tmp_path))
+            assert saved.keys() == wanted.keys()
+            assert [name for name, tensor in wanted.items() if not torch.equal(saved[name], tensor)] == []
+
+
 def test_sft_is_the_same_on_two_ranks_and_exports_what_transformers_loads(inputs, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -308,8 +324,10 @@ def test_a_death_in_either_of_two_pools_is_told(rank, inputs, local_runs, tmp_pa
     assert_alike(tmp_path, local_runs / "grpo", 1e-4)
 
 
-def test_a_run_starts_again_by_itself_and_ends_the_same(inputs, local_runs, tmp_path, capsys):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_starts_again_by_itself_and_ends_the_same(background, inputs, local_runs, tmp_path, capsys):
     config = keys(inputs, tmp_path, algorithm__kl_loss_coef=0.01, parallel__data_parallel_size=2)
+    config |= {"training.async_save": background}
     trainer = GRPOTrainer(inputs["model"], config=config | {"training.save_interval": 2, "training.max_restarts": 1})
     kill_at(trainer, 3, 0)
     assert trainer.fit().step == 5
@@ -354,7 +372,8 @@ def test_a_rank_killed_at_any_moment_never_breaks_or_hangs_a_run(inputs, tmp_pat
     choose = random.Random(0)
     config = keys(inputs, tmp_path / "run", parallel__data_parallel_size=2, training__save_interval=1)
     config |= {"training.total_steps": 100_000, "training.worker_timeout_s": 60.0}
-    for _ in range(10):
+    for attempt in range(10):
+        config |= {"training.async_save": attempt % 2 == 1}
         ended = threading.Event()
         killer = threading.Thread(target=kill_a_rank_after, args=(choose.uniform(1.0, 14.0), choose, ended))
         killer.start()
@@ -383,20 +402,21 @@ class OutOfSpace(ActorWorker):
     saves = 0
 
     @register(dispatch=all_ranks)
-    def save(self, folder):
+    def save(self, folder, background=False):
         from torch.distributed.checkpoint import FileSystemWriter
 
         self.saves += 1
-        if self.saves < 2 or self.context.rank < self.context.world_size - 1:
-            return super().save(folder)
-        with mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-            return super().save(folder)
+        if self.saves == 2 and self.context.rank == self.context.world_size - 1:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            mock.patch.object(FileSystemWriter, "write_data", side_effect=full).start()  # for the rest of this process
+        return super().save(folder, background)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_disk_that_is_full_for_one_rank_is_one_line_and_costs_no_checkpoint(ranks, inputs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ranks", "background"), [(1, False), (2, False), (2, True)])
+def test_a_disk_that_is_full_for_one_rank_is_one_line_and_costs_no_checkpoint(ranks, background, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("verl.workers.model.ActorWorker", OutOfSpace)
     config = keys(inputs, tmp_path, parallel__data_parallel_size=ranks, training__save_interval=1, training__keep_last=1)
+    config |= {"training.async_save": background, "training.runtime": "ray"}
     with pytest.raises(CheckpointError, match=r"^checkpoint of step 2: the disk of .* is full \(earlier .* intact\)") as error:
         GRPOTrainer(inputs["model"], config=config).fit()
     assert "\n" not in str(error.value) and hosts() == []

@@ -14,6 +14,7 @@ from test_train_engine import TokenLoss, ValueLoss, make_batch, make_engine
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from verl.checkpoint.tensors import read_tensors
 from verl.config.schema import ModelConfig, OptimizerConfig
 from verl.engines.train.attention import ATTENTION_NAME
 from verl.engines.train.fsdp import FSDPEngine
@@ -25,6 +26,22 @@ from verl.errors import ConfigError, UserError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tokenizer=True)
+
+
+def test_what_is_written_in_the_background_is_the_state_at_the_call(folder, tmp_path):
+    engine = make_engine(folder, optimizer=OptimizerConfig(lr=1e-2))
+    train(engine, 2)
+    engine.save(tmp_path / "now")
+    engine.export(tmp_path / "model_now")
+    writes = [engine.saving(tmp_path / "later", background=True), engine.exporting(tmp_path / "model_later", background=True)]
+    train(engine, 2)
+    for write in writes:
+        write()
+    now, later = (read_tensors(tmp_path / name) for name in ("now", "later"))
+    assert_equal_weights(later, now)
+    assert (tmp_path / "later" / "engine.json").read_text() == (tmp_path / "now" / "engine.json").read_text()
+    exported = [load_file(tmp_path / name / "model.safetensors") for name in ("model_now", "model_later")]
+    assert_equal_weights(exported[1], exported[0])
 
 
 def adamw(values: dict[str, list], config: OptimizerConfig, dtype=torch.float32) -> tuple[MasterAdamW, dict[str, nn.Parameter]]:

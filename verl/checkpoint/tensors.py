@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` (DTensors by their slices) into `folder`; a collective operation where there are several ranks."""
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write `tensors` (DTensors by their slices) into `folder`; a collective operation where there are several ranks.
+
+    group: of all ranks, that nothing else uses meanwhile: to write in a thread while training communicates.
+    """
     from torch.distributed.checkpoint import api, state_dict_saver
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,10 +33,22 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             state_dict_saver.save(
                 {name: tensor.detach() for name, tensor in tensors.items()},
                 storage_writer=_writer(folder),
+                process_group=group,
                 no_dist=not dist.is_initialized(),
             )
     except api.CheckpointException as error:  # no Exception, so that whoever catches those would let it pass
         raise RuntimeError(f"{folder}: cannot be written\n{error}") from None
+
+
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they are now, in host memory; of DTensors this rank's slices."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    # Shared memory is small in containers, and pinned memory is dear to get: neither is needed to write a file.
+    copier = DefaultStager(StagingOptions(False, False, False, False))
+    copies = copier.stage({name: tensor.detach() for name, tensor in tensors.items()})
+    assert isinstance(copies, dict)  # without asynchronous staging
+    return copies
 
 
 def _writer(folder: Path) -> Any:

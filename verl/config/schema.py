@@ -256,6 +256,9 @@ class TrainingConfig:
     """Folder of the run: config, metrics, plots, checkpoints. None: runs/{tracking.experiment}."""
     save_interval: int | None = None
     """Steps between checkpoints. None: at the end only; 0: never."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in host memory; the next save waits for it. Its folder has
+    its name, and counts, only when it is complete."""
     keep_last: int = 2
     """Checkpoints kept, besides the one that the run was resumed from; 0 keeps all."""
     keep_best: int = 0

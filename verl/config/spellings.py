@@ -369,6 +369,8 @@ UPSTREAM_SPELLINGS: dict[str, Spelling] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": to(_CHECKPOINTING),
     "actor_rollout_ref.model.use_remove_padding": always(True, why=_PACKED),
     "actor_rollout_ref.model.use_fused_kernels": always(True, why=_FUSED),
+    "actor_rollout_ref.actor.checkpoint.async_save": to("training.async_save"),
+    "critic.checkpoint.async_save": to("training.async_save"),
     "actor_rollout_ref.model.use_shm": always(False, why="model files are read where they are"),
     "actor_rollout_ref.hybrid_engine": always(True, why="trainer and rollout share the device"),
     # actor

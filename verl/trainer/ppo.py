@@ -81,7 +81,7 @@ class RLTrainer:
                     self.validate()
                 if session.due(self.global_step, self.config.training.save_interval):
                     checkpoint = self.save()
-                session.stop_if_interrupted(self.global_step, self.save)
+                session.after_step(self.global_step, self.save)
         return RunResult(run_dir=session.run_dir, step=self.global_step, metrics=metric_values(metrics), checkpoint=checkpoint)
 
     def step(self, prompts: list[EncodedPrompt]) -> Metrics:
@@ -225,13 +225,17 @@ class RLTrainer:
             "loader": self._position,
             "kl_controller": None if self.kl_controller is None else asdict(self.kl_controller),
         }
-        return self.session.save(self.global_step, state, self._write_models)
+        return self.session.save(self.global_step, state, self._write_models, self._written)
 
     def _write_models(self, folder: Path) -> None:
-        self.actor.export(folder)
-        self.actor.save(folder / "actor")
+        background = self.config.training.async_save
+        self.actor.export(folder, background)
+        self.actor.save(folder / "actor", background)
         if self.critic is not None:
-            self.critic.save(folder / "critic")
+            self.critic.save(folder / "critic", background)
+
+    def _written(self, wait: bool) -> bool:
+        return all(all(group.written(wait)) for group in (self.actor, self.critic) if group is not None)
 
     def _restore(self, folder: Path, state: dict[str, Any]) -> None:
         self.actor.load(folder / "actor")

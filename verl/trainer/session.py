@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from verl.checkpoint.background import BackgroundSave
 from verl.checkpoint.manager import (
     CheckpointManager,
     KeepBest,
@@ -26,7 +28,7 @@ from verl.config import Config, config_to_yaml
 from verl.config.checks import SMALLER_IS_BETTER, best_metric
 from verl.config.fields import flat_values
 from verl.data.rows import digest_of
-from verl.errors import UserError
+from verl.errors import UserError, WorkerLost
 from verl.observe.logger import RunLogger
 from verl.observe.records import check_writable
 from verl.observe.run_info import run_info
@@ -174,6 +176,7 @@ class RunSession:
         self.checkpoints = CheckpointManager(
             run_dir / "checkpoints", keep_last=training.keep_last, last_link=link, keep_best=_keep_best(config, kind)
         )
+        self._background: BackgroundSave | None = None
         self._validated: tuple[int, Mapping[str, float]] = (-1, {})
         plan = plan_session(config, algorithm=algorithm, kind=kind, total_steps=total_steps)
         self.run_dir, self.resume_from, self.state, self.start_step = run_dir, plan.resume_from, plan.state, plan.start_step
@@ -208,39 +211,68 @@ class RunSession:
         """Take note of what validation measured at `step`, for the checkpoint of that step."""
         self._validated = (step, values)
 
-    def save(self, step: int, state: dict[str, Any], write_models: Callable[[Path], None]) -> Path:
-        """One atomic checkpoint: models by `write_models`, the driver's `state`, random number generators."""
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        write_models: Callable[[Path], None],
+        written: Callable[[bool], bool],
+    ) -> Path:
+        """One atomic checkpoint: models by `write_models`, the driver's `state`, random number generators.
+
+        With training.async_save `write_models` only begins, `written` tells when all is there (see `BackgroundSave`), and
+        the checkpoint is in the place returned after a later `after_step` or at the end of the run.
+        """
+        self.finish_saving()
         at, measured = self._validated
-        with self.checkpoints.saving(step, measured if at == step else {}) as folder:
+        with ExitStack() as saving:
+            folder = saving.enter_context(self.checkpoints.saving(step, measured if at == step else {}))
             write_models(folder)
             record = {**state, "rng": rng_state(), "step": step, "config": flat_values(self.config)}
             record["data_digest"] = self._data_digest()
             record["fingerprint"] = _fingerprint(self.config, self._kind)
             (folder / STATE_FILE).write_text(json.dumps(record))
-        latest = self.checkpoints.latest()
-        assert latest is not None  # just written
-        return latest
+            if self.config.training.async_save:
+                self._background = BackgroundSave(saving.pop_all(), written)
+        return self.checkpoints.folder(step)
 
-    def stop_if_interrupted(self, step: int, save: Callable[[], Path]) -> None:
-        """After a step: if Ctrl-C came during it, keep the work and raise KeyboardInterrupt."""
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written in the background, if there is one."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.advance(wait_for_it=True)
+
+    def after_step(self, step: int, save: Callable[[], Path]) -> None:
+        """Go on with a checkpoint in the background. If Ctrl-C came, keep the work and raise KeyboardInterrupt."""
+        background, self._background = self._background, None
+        if background is not None and not background.advance():
+            self._background = background
         if self._interrupt.came:
             self.save_before_leaving(step, save)
             raise KeyboardInterrupt
 
     def save_before_leaving(self, step: int, save: Callable[[], Path]) -> None:
         """Save what was learnt since the last checkpoint, unless checkpoints are off."""
+        self.finish_saving()
         if self.config.training.save_interval == 0 or step == self.start_step:
             return
         if not self.due(step, self.config.training.save_interval):
-            print(f"saved: {save()}")
+            folder = save()
+            self.finish_saving()
+            print(f"saved: {folder}")
 
     def __enter__(self) -> RunSession:
         self._interrupt = _Interrupt()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._interrupt.restore()
-        self.release()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.finish_after(error, workers_answer=not isinstance(error, WorkerLost | KeyboardInterrupt))
+        finally:
+            self._interrupt.restore()
+            self.release()
 
     def release(self) -> None:
         """Give the run's folder free: another run may write there."""

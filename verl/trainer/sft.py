@@ -62,7 +62,7 @@ class SFTTrainer:
                     self.validate()
                 if session.due(self.global_step, training.save_interval):
                     checkpoint = self.save()
-                session.stop_if_interrupted(self.global_step, self.save)
+                session.after_step(self.global_step, self.save)
         return RunResult(run_dir=session.run_dir, step=self.global_step, metrics=metric_values(metrics), checkpoint=checkpoint)
 
     def step(self, batch: TokenBatch) -> Metrics:
@@ -153,11 +153,15 @@ class SFTTrainer:
 
     def save(self) -> Path:
         """Write a checkpoint: a Hugging Face model folder with, inside, what exact resume needs."""
-        return self.session.save(self.global_step, {"loader": self.loader.state_dict()}, self._write_models)
+        return self.session.save(self.global_step, {"loader": self.loader.state_dict()}, self._write_models, self._written)
 
     def _write_models(self, folder: Path) -> None:
-        self.actor.export(folder)
-        self.actor.save(folder / "actor")
+        background = self.config.training.async_save
+        self.actor.export(folder, background)
+        self.actor.save(folder / "actor", background)
+
+    def _written(self, wait: bool) -> bool:
+        return all(self.actor.written(wait))
 
 
 def _check_context_length(config: Config, dataset: SFTDataset) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manager import noticing_full_disk
 from verl.config.schema import Config, ModelConfig, OptimizerConfig
-from verl.controller import Worker, WorkerContext, WorkerLayout, all_ranks, data_parallel, rank_zero, register
+from verl.controller import Worker, WorkerContext, WorkerLayout, all_ranks, data_parallel, one_to_all, rank_zero, register
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import Loss
 from verl.engines.train.fsdp import FSDPEngine
@@ -33,6 +35,10 @@ class ModelWorker(Worker):
 class TrainableWorker(ModelWorker):
     """What actor and critic share: update, save, load, export."""
 
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._writer = BackgroundWriter()
+
     @register(dispatch=data_parallel)
     def update(self, batch: TokenBatch, loss: Loss, count: float) -> Metrics:
         """One optimizer step on `batch`; `count` is the loss's count over the batch of all ranks."""
@@ -43,9 +49,10 @@ class TrainableWorker(ModelWorker):
         return metrics | {f"{loss.prefix}/{name}": metric for name, metric in step.items()}
 
     @register(dispatch=all_ranks)
-    def save(self, folder: Path) -> None:
-        with self.engine.resident(optimizer=True), noticing_full_disk(folder):
-            self.engine.save(folder)
+    def save(self, folder: Path, background: bool = False) -> None:
+        """Write what exact resume needs; `background`: a copy of it, from now on (see `written`)."""
+        with self.engine.resident(optimizer=True):
+            self._write(folder, self.engine.saving(folder, background=background), background)
 
     @register(dispatch=all_ranks)
     def load(self, folder: Path) -> None:
@@ -53,10 +60,22 @@ class TrainableWorker(ModelWorker):
             self.engine.load(folder)
 
     @register(dispatch=all_ranks)
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder, tokenizer included."""
-        with self.engine.resident(), noticing_full_disk(folder):
-            self.engine.export(folder)
+    def export(self, folder: Path, background: bool = False) -> None:
+        """Write a Hugging Face model folder, tokenizer included; `background` as in `save`."""
+        with self.engine.resident():
+            self._write(folder, self.engine.exporting(folder, background=background), background)
+
+    def _write(self, folder: Path, write: Callable[[], None], background: bool) -> None:
+        def noticing() -> None:
+            with noticing_full_disk(folder):
+                write()
+
+        self._writer.submit(noticing) if background else noticing()
+
+    @register(dispatch=one_to_all)
+    def written(self, wait: bool) -> bool:
+        """Whether this rank has written all that it began in the background; `wait`: until it has. Raises what failed."""
+        return self._writer.written(wait_for_it=wait)
 
 
 class ActorWorker(TrainableWorker):

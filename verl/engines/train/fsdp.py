@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl.checkpoint.tensors import load_tensors, save_tensors, saved_shapes
+from verl.checkpoint.tensors import host_copies, load_tensors, save_tensors, saved_shapes
 from verl.config.schema import ModelConfig, OptimizerConfig
 from verl.data.batch import TokenBatch
 from verl.engines.train.base import Loss, ModelOutputs
@@ -100,6 +100,7 @@ class FSDPEngine:
         if optimizer is None:
             self.module.requires_grad_(False)
         self._placement: Placement | None = None
+        self._writers: dist.ProcessGroup | None = None
         if self.is_sharded:
             mesh = model_mesh(self.device.type, parallelism or Parallelism())
             self._placement = Placement(self.module, self._body, mesh, self.compute_dtype, temperature)
@@ -254,10 +255,30 @@ class FSDPEngine:
 
         Each rank writes its slices; they can be read on any number of ranks.
         """
-        save_tensors(folder, {_WEIGHTS + name: tensor for name, tensor in self._masters().items()} | self._optimizer_state())
-        if self._is_first():
-            num_steps = 0 if self.optimizer is None else self.optimizer.num_steps
-            (folder / _STATE_FILE).write_text(json.dumps({"num_optimizer_steps": num_steps, "head": self.head}))
+        self.saving(folder)()
+
+    def saving(self, folder: Path, *, background: bool = False) -> Callable[[], None]:
+        """What `save` does, to be called on every rank; `background`: of a copy in host memory made now, so that it can be
+        called in another thread while training goes on."""
+        tensors = {_WEIGHTS + name: tensor for name, tensor in self._masters().items()} | self._optimizer_state()
+        state = {"num_optimizer_steps": 0 if self.optimizer is None else self.optimizer.num_steps, "head": self.head}
+        group = None
+        if background:
+            tensors = host_copies(tensors)
+            group = self._writing_group()
+
+        def write() -> None:
+            save_tensors(folder, tensors, group)
+            if self._is_first():
+                (folder / _STATE_FILE).write_text(json.dumps(state))
+
+        return write
+
+    def _writing_group(self) -> dist.ProcessGroup | None:
+        """Connections of their own for threads that write: those of training are in use."""
+        if self._writers is None and self.is_sharded:
+            self._writers = dist.new_group(backend="gloo")
+        return self._writers
 
     def load(self, folder: Path) -> None:
         """Take what `save` wrote, in place: an engine that shares the parameters sees them at once."""
@@ -288,17 +309,24 @@ class FSDPEngine:
 
     def export(self, folder: Path) -> None:
         """A Hugging Face folder (weights in the compute dtype, config, tokenizer), and the value head if there is one."""
-        if self._placement is None:
-            export_model(self.module, self.model, folder)
-            return
+        self.exporting(folder)()
+
+    def exporting(self, folder: Path, *, background: bool = False) -> Callable[[], None]:
+        """What `export` does, on whatever ranks it is called; `background`: while training goes on (see `saving`)."""
+        if self._placement is None and not background:
+            return partial(export_model, self.module, self.model, folder)
         weights = {}
         for name, tensor in self.whole_weights(self.compute_dtype):
             if self._is_first():
                 weights[name] = tensor.to("cpu", copy=True)
-        if self._is_first():
-            # This rank's module may lack some layers; export wants a whole one, of which it reads no weights.
-            load = load_causal_lm if self.head == "lm" else load_value_model
-            export_model(load(self.model, torch.device("meta"), self.compute_dtype), self.model, folder, weights)
+
+        def write() -> None:
+            if self._is_first():
+                # This rank's module may lack some layers; export wants a whole one, of which it reads no weights.
+                load = load_causal_lm if self.head == "lm" else load_value_model
+                export_model(load(self.model, torch.device("meta"), self.compute_dtype), self.model, folder, weights)
+
+        return write
 
     def _is_first(self) -> bool:
         return not self.is_sharded or dist.get_rank() == 0
