@@ -177,6 +177,6 @@ def test_bfloat16_on_a_cpu_warns():
 def test_built_configurations_are_checked_too():
     with pytest.raises(ConfigError, match=r"algorithm.adv_estimator='grop': expected one of grpo, gae"):
         check_config(Config(algorithm=AlgorithmConfig(adv_estimator="grop")), purpose=ANY)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"rollout.engine=vllm is understood but not supported"):
-        check_config(Config(rollout=RolloutConfig(engine="vllm")), purpose=ANY)
+    with pytest.raises(ConfigError, match=r"rollout.engine=sglang is understood but not supported"):
+        check_config(Config(rollout=RolloutConfig(engine="sglang")), purpose=ANY)
     check_config(Config(), purpose=ANY)

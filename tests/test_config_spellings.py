@@ -160,7 +160,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     f"{RR}.gpu_memory_utilization": (0.6, {"rollout.gpu_memory_utilization": 0.6}),
     f"{RR}.max_num_batched_tokens": (8192, {}),
     f"{RR}.enable_chunked_prefill": (True, {}),
-    f"{RR}.enforce_eager": (False, {}),
+    f"{RR}.enforce_eager": (True, {"rollout.enforce_eager": True}),
     f"{RR}.load_format": ("dummy", {}),
     f"{RR}.free_cache_engine": (True, {}),
     f"{RR}.calculate_log_probs": (True, {}),
@@ -389,7 +389,7 @@ def test_upstream_defaults_that_differ_are_named():
 
 REFUSED: dict[str, list[Any]] = {
     "algorithm.adv_estimator": ["rloo", "REINFORCE_PLUS_PLUS"],
-    "rollout.engine": ["vllm", "sglang", "tgi"],
+    "rollout.engine": ["sglang", "tgi"],
     "reward.type": ["multi_step"],
     "training.runtime": ["ray"],
     "reward.steps_weight": [[0.3, 0.3, 0.4]],
@@ -416,7 +416,7 @@ def test_what_is_not_supported_is_refused(key: str):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (f"{RR}.name", "vllm"),
+        (f"{RR}.name", "sglang"),
         ("tools", ["calculator"]),
         ("max_turns", 8),
         ("state_tracking", True),
@@ -443,7 +443,7 @@ def test_switches_that_are_off_pass_with_a_line(key: str, value: Any):
 
 
 def test_override_lifts_what_the_file_asks_for():
-    config = config_from_dict(NEEDED | {f"{RR}.name": "vllm"}, {"rollout.engine": "native"}, printer=[].append)
+    config = config_from_dict(NEEDED | {f"{RR}.name": "sglang"}, {"rollout.engine": "native"}, printer=[].append)
     assert config.rollout.engine == "native"
 
 

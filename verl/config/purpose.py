@@ -66,6 +66,7 @@ _INFERENCE = (
     *("data.prompt_key", "data.answer_key", "data.system_prompt", "data.instruction", "data.apply_chat_template"),
     *("data.max_prompt_length", "data.max_response_length", "data.filter_overlong_prompts", "data.max_val_rows"),
     *("rollout.engine", "rollout.max_num_seqs", "rollout.max_model_len", "rollout.kv_cache_*", "rollout.gpu_memory_utilization"),
+    "rollout.enforce_eager",
     *("rollout.stop", "rollout.stop_token_ids", "rollout.seed", "rollout.val_*"),
 )
 _HELD_OUT = {

@@ -157,7 +157,7 @@ class CriticConfig(OptimizerConfig):
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: Literal["auto", "native", "vllm", "sglang", "tgi"] = "auto"
-    """auto, native, vllm, sglang or tgi."""
+    """native, vllm, sglang, tgi, or auto: vllm where it is installed and there is a GPU, else native."""
     n: int = 8
     """Samples a prompt."""
     temperature: float = 1.0
@@ -177,7 +177,9 @@ class RolloutConfig:
     kv_cache_block_size: int = 16
     """Tokens a cache block."""
     gpu_memory_utilization: float = 0.5
-    """Share of a GPU's memory generation may use."""
+    """vLLM: share of a GPU's memory generation may use, weights and cache together."""
+    enforce_eager: bool = False
+    """vLLM: no CUDA graphs and no compilation. Starts minutes earlier, decodes slower."""
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer."""
     stop_token_ids: list[int] = field(default_factory=list)

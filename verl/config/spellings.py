@@ -424,7 +424,7 @@ UPSTREAM_SPELLINGS: dict[str, Spelling] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": to("rollout.gpu_memory_utilization"),
     "actor_rollout_ref.rollout.max_num_batched_tokens": automatic(_ENGINE),
     "actor_rollout_ref.rollout.enable_chunked_prefill": automatic(_ENGINE),
-    "actor_rollout_ref.rollout.enforce_eager": automatic(_ENGINE),
+    "actor_rollout_ref.rollout.enforce_eager": to("rollout.enforce_eager"),
     "actor_rollout_ref.rollout.load_format": automatic("the engine shares the trainer's weights"),
     "actor_rollout_ref.rollout.free_cache_engine": always(True, why="the key-value cache is always freed for the update"),
     "actor_rollout_ref.rollout.calculate_log_probs": always(True, why="log-probs are always recorded"),

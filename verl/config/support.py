@@ -47,7 +47,7 @@ NOT_YET: dict[str, NotYet] = {
         ),
         instead="use grpo or gae",
     ),
-    "rollout.engine": NotYet(refuses=_is_one_of("vllm", "sglang", "tgi"), instead="use native"),
+    "rollout.engine": NotYet(refuses=_is_one_of("sglang", "tgi"), instead="use native or vllm"),
     "reward.type": NotYet(refuses=_is_one_of("multi_step", "toxicity"), instead="use accuracy, or custom with reward.function"),
     "training.max_policy_lag": NotYet(refuses=bool, instead="set it to 0: rollouts are synchronous"),
     "tools.names": NotYet(refuses=bool, instead="leave it empty"),

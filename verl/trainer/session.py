@@ -28,6 +28,7 @@ from verl.config import Config, config_to_yaml
 from verl.config.checks import SMALLER_IS_BETTER, best_metric
 from verl.config.fields import flat_values
 from verl.data.rows import digest_of
+from verl.engines.rollout.build import check_engine
 from verl.errors import UserError, WorkerLost
 from verl.observe.logger import RunLogger
 from verl.observe.records import check_writable
@@ -83,6 +84,8 @@ def plan_session(config: Config, *, algorithm: str, kind: Literal["train", "sft"
             of a tracker is absent.
     """
     check_layout(config)
+    if kind == "train":
+        check_engine(config)
     check_trackers(config.tracking)
     run_dir = run_directory(config, algorithm)
     check_writable("training.output_dir", run_dir, folder=True)

@@ -12,6 +12,7 @@ from verl.data.tokenizer import load_tokenizer
 from verl.data.types import Trajectory
 from verl.engines.hybrid import check_arrival, sync_weights
 from verl.engines.rollout.base import RolloutEngine, SamplingParams
+from verl.engines.rollout.build import chosen_engine, native_engine, vllm_engine
 from verl.engines.train.loading import resolve_device
 from verl.engines.weight_link import LinkAddress, WeightReceiver
 from verl.environments.single_turn import RolloutTask, answer_prompts
@@ -19,8 +20,8 @@ from verl.observe.console import progress
 
 
 class RolloutWorker(Worker):
-    """Generates with the actor's own parameters where they are whole and in this process, else with a model of its own,
-    which every rank holds whole.
+    """Generates with the actor's own parameters where they are whole, in this process, and the engine is the native one;
+    else with a model of its own, which every rank holds whole.
 
     Its weights come from the actor beside it, or from one in another pool, at `source`; with neither they stay as loaded.
     """
@@ -29,13 +30,18 @@ class RolloutWorker(Worker):
         super().__init__(context)
         actor: Any = context.peers.get("actor")
         self._actor_engine: Any = actor.engine if actor else None
-        self._shares_weights = bool(actor) and not self._actor_engine.is_sharded
+        device = resolve_device(context.device)
+        native = chosen_engine(config) == "native"
+        self._shares_weights = native and bool(actor) and not self._actor_engine.is_sharded
         self.tokenizer = load_tokenizer(config.model)
-        module = self._actor_engine.module if self._shares_weights else None
-        self.engine = native_engine(config, self.tokenizer, module=module, device=context.device)
+        if native:
+            module = self._actor_engine.module if self._shares_weights else None
+            self.engine: RolloutEngine = native_engine(config, self.tokenizer, device, module=module)
+        else:
+            self.engine = vllm_engine(config, self.tokenizer, device, can_sleep=bool(actor))
         self._link: WeightReceiver | None = None
         if source is not None:
-            self._link = WeightReceiver(source, context.rank, resolve_device(context.device), self.engine.weight_dtype)
+            self._link = WeightReceiver(source, context.rank, device, self.engine.weight_dtype)
 
     @register(dispatch=data_parallel)
     def generate(self, tasks: Sequence[RolloutTask], sampling: SamplingParams) -> list[tuple[Trajectory, ...]]:
@@ -64,11 +70,14 @@ class RolloutWorker(Worker):
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
-        """The weights on the device; shared ones that have been away are taken anew."""
+        """The weights on the device; those that have been away are taken anew."""
+        engine = self._actor_engine
         if not self._shares_weights:
+            if self.engine.needs_weights:
+                with engine.resident():
+                    sync_weights(engine, self.engine, version=self.engine.policy_version, shared=False)
             yield
             return
-        engine = self._actor_engine
         has_moved = engine.parameters_are_away
         with engine.resident():
             if has_moved:
@@ -77,23 +86,3 @@ class RolloutWorker(Worker):
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
-def native_engine(config: Config, tokenizer: Any, *, module: Any, device: str) -> RolloutEngine:
-    """The built-in engine over `module`, or over the model of `config` when that is None."""
-    from verl.engines.rollout.native import NativeEngine
-    from verl.engines.train.loading import load_causal_lm, resolve_dtype
-
-    rollout = config.rollout
-    if module is None:
-        where = resolve_device(device)
-        module = load_causal_lm(config.model, where, resolve_dtype(config.model.dtype, where))
-    return NativeEngine(
-        module,
-        tokenizer,
-        max_num_seqs=rollout.max_num_seqs,
-        max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
-        block_size=rollout.kv_cache_block_size,
-        cache_tokens=rollout.kv_cache_tokens,
-        seed=config.training.seed if rollout.seed is None else rollout.seed,
-    )

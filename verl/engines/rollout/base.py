@@ -59,6 +59,8 @@ class RolloutEngine(Protocol):
 
     policy_version: int
     """Version of the weights now loaded; 0 for the initial ones."""
+    needs_weights: bool
+    """Whether `sleep` let go of the weights, so that `load_weights` has to come before the next generation."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Run requests to the end; completions ordered by request, then by sample index."""

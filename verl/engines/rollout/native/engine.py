@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from verl.data.types import Completion
 from verl.engines.rollout.base import GenerationRequest, TokenEvent
+from verl.engines.rollout.checks import check_requests
+from verl.engines.rollout.ends import merged_ids
 from verl.engines.rollout.native.cache import KVCache
-from verl.engines.rollout.native.checks import check_requests
 from verl.engines.rollout.native.decoder import Decoder
 from verl.engines.rollout.native.sampler import stream_key
 from verl.engines.rollout.native.scheduler import Memory, PagedMemory, RowMemory, Sample, Scheduler
@@ -80,6 +81,7 @@ class NativeEngine:
         Raises `UserError` for an unsupported architecture and for a cache that cannot hold one sequence.
         """
         self.policy_version = 0
+        self.needs_weights = False
         self.requests_served = 0
         """Numbers the requests without a seed. Save and restore it to continue their random numbers."""
         self.stats = EngineStats()
@@ -342,10 +344,6 @@ def _new_tokens(samples: Sequence[Sample], before: Sequence[int]) -> Iterator[To
             )
 
 
-def _default_eos(module: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's end of sequence and those of the model's generation config (chat models have several)."""
+def _default_eos(module: Any, tokenizer: Any) -> tuple[int, ...]:
     found = module.generation_config.eos_token_id if module.generation_config is not None else None
-    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return ids
+    return merged_ids(found, tokenizer)
